@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the public functions accept; each refusal says what was got and what to use instead."""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ndim: int) -> None:
+    """q, k, v share dtype, device, batch, and head counts that divide; ``ndim`` is 4 (fixed) or 3 (packed)."""
+    layout = "(batch, seqlen, heads, head_dim)" if ndim == 4 else "(total, heads, head_dim)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor {layout}, got {type(x).__name__}")
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions {layout}, got shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} must be float16, bfloat16, float32 or (on the CPU) float64, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"q, k and v must share a dtype, got q {q.dtype} and {name} {x.dtype}: cast them to one")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device, got q on {q.device} and {name} on {x.device}")
+        if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(f"{name}'s last dimension must be contiguous, got strides {x.stride()}: call .contiguous()")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k and v must agree in all but head_dim, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if ndim == 4 and q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must share the batch size, got {q.shape[0]} and {k.shape[0]}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must share head_dim, got {q.shape[-1]} and {k.shape[-1]}")
+    num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"the number of key-value heads must divide that of query heads, got {num_heads} and {num_kv_heads}")
+    for name, dim in (("head_dim", q.shape[-1]), ("value head_dim", v.shape[-1])):
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} must be 1 to {MAX_HEAD_DIM}, got {dim}")
+    if sinks is not None:
+        if sinks.shape != (num_heads,) or not sinks.is_floating_point():
+            raise ValueError(f"sinks must be floating-point ({num_heads},), got {sinks.dtype} {tuple(sinks.shape)}")
+        if sinks.device != q.device:
+            raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
+
+
+def check_numbers(*, tau: float, softmax_scale: float, softcap: float, window, tile) -> None:
+    """tau >= 0, finite positive scale, softcap >= 0, a window of two ints >= -1, a tile of two powers of two >= 16."""
+    if not isinstance(tau, (int, float)) or not 0 <= tau < math.inf:
+        raise ValueError(f"tau must be a finite number >= 0 (0 is full attention, 1 canonical), got {tau!r}")
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale must be finite and > 0, got {softmax_scale!r}")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be finite and >= 0 (0: none), got {softcap!r}")
+    if len(window) != 2 or not all(isinstance(side, int) and side >= -1 for side in window):
+        raise ValueError(f"window must be two integers (left, right) >= -1 (-1: unlimited), got {window!r}")
+    if tile is not None and not (len(tile) == 2 and all(isinstance(n, int) and n >= 1 and n & (n - 1) == 0 for n in tile)):
+        raise ValueError(f"tile must be two powers of two (BLOCK_M, BLOCK_N), got {tile!r}")
+
+
+def check_lengths(count: int, device: torch.device, **lengths: Optional[Tensor]) -> None:
+    """Each given length tensor is integer, (count,), on ``device``."""
+    for name, x in lengths.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.shape != (count,):
+            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+            raise ValueError(f"{name} must be an int32 or int64 tensor ({count},), got {got}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+
+
+def normalized_mask(mask: Optional[Tensor], q: Tensor, k: Tensor, has_lengths: bool) -> Optional[Tensor]:
+    """``mask`` as bool (batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k), checked against q and k."""
+    if mask is None:
+        return None
+    target = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool (True: may attend), got {mask.dtype}; additive biases are not supported")
+    if has_lengths:
+        raise ValueError("mask and seqused_q / seqused_k / leftpad_k cannot be combined: put the lengths into the mask")
+    if mask.device != q.device:
+        raise ValueError(f"mask must be on q's device {q.device}, got {mask.device}")
+    shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    if mask.ndim > 4 or any(have not in (1, want) for have, want in zip(shape, target)):
+        raise ValueError(f"mask must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = {target}, got {tuple(mask.shape)}")
+    mask = mask.reshape(shape)
+    return mask.expand(-1, -1, -1, target[3])

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions: checks, choice of implementation, autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from . import blockwise, reference
+from .blockwise import Settings
+from .checks import check_lengths, check_numbers, check_tensors, normalized_mask
+from .tile_config import tile_config
+from .visibility import Sequences, fixed_sequences, packed_sequences
+from .work import Work
+
+
+def mala_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    tau: float = 1.0,
+    causal: bool = False,
+    softmax_scale: Optional[float] = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Optional[Tensor] = None,
+    mask: Optional[Tensor] = None,
+    seqused_q: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    leftpad_k: Optional[Tensor] = None,
+    tile: Optional[tuple[int, int]] = None,
+    impl: str = "auto",
+    return_lse: bool = False,
+    return_work: bool = False,
+):
+    """MassAlloc Attention: full score discovery, post-score work only where a tile can matter.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), float32, float16 or bfloat16; any strides, last dimension contiguous.
+        k: (batch, seqlen_k, num_kv_heads, head_dim); num_kv_heads divides num_heads.
+        v: (batch, seqlen_k, num_kv_heads, v_head_dim).
+        tau: dimensionless tolerance >= 0. A tile is skipped if for each of its rows its largest contribution is below
+            tau / (visible keys) of the mass retained so far. 1 is canonical, 0 is full attention.
+        causal: bottom-right aligned: the last query row sees the last key, also where seqlen_q < seqlen_k.
+        softmax_scale: multiplies the scores; default head_dim ** -0.5.
+        window: keys visible to the (left, right) of the aligned key; -1 for unlimited. ``causal`` sets right to 0.
+        softcap: scores become softcap * tanh(scores / softcap); 0 for none.
+        sinks: (num_heads,) learned logits that join each row's normalizer and carry no value.
+        mask: bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k), True where attention is allowed; applied on top of
+            ``causal`` and ``window``. Not together with the lengths below.
+        seqused_q, seqused_k, leftpad_k: int (batch,). Sequence b has query rows i < seqused_q[b] and keys
+            leftpad_k[b] <= j < seqused_k[b]; alignment is at the end of both.
+        tile: (BLOCK_M, BLOCK_N), part of the rule's definition; default: the shipped table's.
+        impl: "auto" (Triton on a GPU, else blockwise), "triton", "blockwise" or "reference".
+        return_lse: also return lse, float32 (batch, num_heads, seqlen_q): natural log of the retained normalizer, sink included.
+        return_work: also return the :class:`Work` done.
+
+    Returns:
+        out (batch, seqlen_q, num_heads, v_head_dim), or a tuple (out, lse), (out, work), (out, lse, work).
+        Rows that see no key give zeros, with lse -inf (or the sink).
+
+    Raises:
+        ValueError: for inputs the rule does not cover; the message says what was got.
+    """
+    check_tensors(q, k, v, sinks, ndim=4)
+    settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, q.shape[1])
+    check_lengths(q.shape[0], q.device, seqused_q=seqused_q, seqused_k=seqused_k, leftpad_k=leftpad_k)
+    has_lengths = any(lengths is not None for lengths in (seqused_q, seqused_k, leftpad_k))
+    mask = normalized_mask(mask, q, k, has_lengths)
+    sequences = fixed_sequences(
+        q.shape[0], q.shape[1], k.shape[1], settings.window[1], seqused_q=seqused_q, seqused_k=seqused_k, leftpad_k=leftpad_k
+    )
+    call = _Call(settings, sequences, _implementation(impl, q), return_work)
+    out, lse, work = _attend(q, k, v, sinks, mask, call)
+    return _returned(out, lse, work, return_lse, return_work)
+
+
+def mala_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None,
+    tau: float = 1.0,
+    causal: bool = False,
+    softmax_scale: Optional[float] = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Optional[Tensor] = None,
+    tile: Optional[tuple[int, int]] = None,
+    impl: str = "auto",
+    return_lse: bool = False,
+    return_work: bool = False,
+):
+    """MassAlloc Attention over packed sequences that do not see one another.
+
+    Args:
+        q: (total_q, num_heads, head_dim); k (total_k, num_kv_heads, head_dim); v (total_k, num_kv_heads, v_head_dim).
+        cu_seqlens_q, cu_seqlens_k: int32 (num_sequences + 1,), first 0, never falling; sequence s is rows
+            cu_seqlens_q[s] to cu_seqlens_q[s + 1] and likewise for keys. Empty sequences are allowed.
+        max_seqlen_q, max_seqlen_k: longest sequence; read from cu_seqlens (a device synchronisation) when not given.
+        Others as in :func:`mala_attn_func`.
+
+    Returns:
+        out (total_q, num_heads, v_head_dim); lse and certificate are (num_heads, total_q); the work's maps are per sequence.
+    """
+    check_tensors(q, k, v, sinks, ndim=3)
+    check_lengths(cu_seqlens_q.numel(), q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    longest_q, longest_k = (
+        int(cu.diff().max()) if given is None and cu.numel() > 1 else int(given or 0)
+        for cu, given in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k))
+    )
+    settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, longest_q)
+    sequences = packed_sequences(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, settings.window[1])
+    call = _Call(settings, sequences, _implementation(impl, q), return_work)
+    out, lse, work = _attend(q[None], k[None], v[None], sinks, None, call)
+    return _returned(out[0], lse[0], work, return_lse, return_work)
+
+
+def mala_attn_with_kvcache_func(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    *,
+    cache_seqlens: Tensor,
+    leftpad_k: Optional[Tensor] = None,
+    tau: float = 1.0,
+    causal: bool = True,
+    softmax_scale: Optional[float] = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Optional[Tensor] = None,
+    tile: Optional[tuple[int, int]] = None,
+    impl: str = "auto",
+    return_lse: bool = False,
+    return_work: bool = False,
+):
+    """Attention of new tokens over a cache that is longer than its content.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), the newest tokens.
+        k_cache, v_cache: (batch, cache_len, num_kv_heads, head_dim / v_head_dim).
+        k, v: optional (batch, new, num_kv_heads, ...), written into the caches at cache_seqlens[b] before attending.
+        cache_seqlens: int (batch,), filled length of each cache before ``k`` and ``v`` are written.
+        leftpad_k: int (batch,), first key that counts.
+        Others and returned values as in :func:`mala_attn_func`.
+    """
+    check_lengths(q.shape[0], q.device, cache_seqlens=cache_seqlens, leftpad_k=leftpad_k)
+    if (k is None) != (v is None):
+        raise ValueError("k and v are written into the cache together: give both or neither")
+    seqused_k = cache_seqlens
+    if k is not None and v is not None:
+        new = k.shape[1]
+        if k_cache.requires_grad or v_cache.requires_grad:
+            raise ValueError("k_cache and v_cache are written in place and cannot require a gradient")
+        position = cache_seqlens.long()[:, None] + torch.arange(new, device=q.device)
+        sequence = torch.arange(q.shape[0], device=q.device)[:, None]
+        k_cache[sequence, position] = k
+        v_cache[sequence, position] = v
+        seqused_k = cache_seqlens + new
+    return mala_attn_func(
+        q, k_cache, v_cache,
+        tau=tau, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks,
+        seqused_k=seqused_k, leftpad_k=leftpad_k, tile=tile, impl=impl, return_lse=return_lse, return_work=return_work,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Call:
+    settings: Settings
+    sequences: Sequences
+    impl: str
+    return_work: bool
+
+
+def _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, seqlen_q) -> Settings:
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    check_numbers(tau=tau, softmax_scale=scale, softcap=softcap, window=window, tile=tile)
+    left, right = window
+    tile = tile_config(q.shape[-1], v.shape[-1], q.dtype, seqlen_q).tile if tile is None else tile
+    return Settings(float(tau), float(scale), (left, 0 if causal else right), float(softcap), tile)
+
+
+def _implementation(impl: str, q: Tensor) -> str:
+    if impl == "auto":
+        return "triton" if q.is_cuda else "blockwise"
+    if impl not in ("triton", "blockwise", "reference"):
+        raise ValueError(f"impl must be 'auto', 'triton', 'blockwise' or 'reference', got {impl!r}")
+    return impl
+
+
+def _forward(q, k, v, sinks, mask, call: _Call):
+    if call.impl == "triton":
+        from .forward import launch_forward  # triton is needed only here
+
+        return launch_forward(q, k, v, call.settings, call.sequences, sinks, mask, call.return_work)
+    if call.impl == "reference":
+        return reference.forward_sequences(q, k, v, call.settings, call.sequences, sinks, mask)
+    return blockwise.forward(q, k, v, call.settings, call.sequences, sinks, mask)
+
+
+class _MalaAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, mask, call: _Call):
+        out, lse, tiles, certificate = _forward(q, k, v, sinks, mask, call)
+        ctx.save_for_backward(q, k, v, sinks, mask, out, lse)
+        ctx.call = call
+        ctx.mark_non_differentiable(*(x for x in (lse, tiles, certificate) if x is not None))
+        return out, lse, tiles, certificate
+
+    @staticmethod
+    def backward(ctx, do, *_):
+        q, k, v, sinks, mask, out, lse = ctx.saved_tensors
+        call: _Call = ctx.call
+        backward = reference.backward_sequences if call.impl == "reference" else blockwise.backward
+        dq, dk, dv, dsinks, _ = backward(q, k, v, out, lse, do, call.settings, call.sequences, sinks, mask)
+        return dq, dk, dv, dsinks, None, None
+
+
+def _attend(q, k, v, sinks, mask, call: _Call):
+    out, lse, tiles, certificate = _MalaAttention.apply(q, k, v, sinks, mask, call)
+    if not call.return_work:
+        return out, lse, None
+    block_m = call.settings.tile[0]
+    q_tiles = tiles.shape[2]
+    sequences = call.sequences
+    if sequences.bounds is None:
+        q_begin, q_end = sequences.common[:2]
+        lengths = torch.full((sequences.num_sequences,), q_end - q_begin, dtype=torch.int32, device=q.device)
+    else:
+        lengths = sequences.bounds[:, 1] - sequences.bounds[:, 0]
+    starts = torch.arange(q_tiles, dtype=torch.int32, device=q.device) * block_m
+    rows = (lengths[:, None] - starts).clamp(0, block_m)
+    if sequences.is_packed:
+        certificate = certificate[0]
+    return out, lse, Work(tiles, certificate, rows, call.settings.tile, call.impl)
+
+
+def _returned(out, lse, work, return_lse: bool, return_work: bool):
+    extra = ([lse] if return_lse else []) + ([work] if return_work else [])
+    return (out, *extra) if extra else out

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles shipped for each (head_dim, dtype, query length): plain data, no tuning at run time.
+
+BLOCK_M and BLOCK_N belong to the rule's definition (a tile is skipped only if every row agrees); num_warps and num_stages only to speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+DECODE_ROWS = 16  # the smallest row count of a matrix product; queries this short get a tile of their own
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One launch shape: BLOCK_M query rows x BLOCK_N keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_m, self.block_n
+
+
+# padded head_dim (of q or v, the larger) -> launch shape
+PREFILL_16BIT = {
+    32: TileConfig(128, 128, 8, 3),
+    64: TileConfig(128, 128, 8, 3),
+    128: TileConfig(128, 128, 8, 3),
+    256: TileConfig(128, 64, 8, 2),
+}
+PREFILL_32BIT = {
+    32: TileConfig(64, 64, 4, 2),
+    64: TileConfig(64, 64, 4, 2),
+    128: TileConfig(64, 32, 4, 2),
+    256: TileConfig(32, 32, 4, 1),
+}
+DECODE_16BIT = {
+    32: TileConfig(DECODE_ROWS, 128, 4, 3),
+    64: TileConfig(DECODE_ROWS, 128, 4, 3),
+    128: TileConfig(DECODE_ROWS, 128, 4, 3),
+    256: TileConfig(DECODE_ROWS, 64, 4, 2),
+}
+DECODE_32BIT = {dim: TileConfig(DECODE_ROWS, 32, 4, 2) for dim in (32, 64, 128, 256)}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two, at least 32, that a kernel rounds head_dim up to."""
+    return max(32, 1 << (head_dim - 1).bit_length())
+
+
+def tile_config(head_dim: int, v_head_dim: int, dtype: torch.dtype, seqlen_q: int) -> TileConfig:
+    """The shipped launch shape for these inputs; ``seqlen_q`` is the longest query sequence."""
+    is_16bit = dtype in (torch.float16, torch.bfloat16)
+    if seqlen_q <= DECODE_ROWS:
+        table = DECODE_16BIT if is_16bit else DECODE_32BIT
+    else:
+        table = PREFILL_16BIT if is_16bit else PREFILL_32BIT
+    return table[max(padded_head_dim(head_dim), padded_head_dim(v_head_dim))]

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an attention call did: which tiles were retained, and the certificate of what was omitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+NOT_VISIBLE, SKIPPED, RETAINED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """The post-score work of one attention call. Score discovery (all visible tiles) is not counted.
+
+    Attributes:
+        tiles: int8 (num_sequences, num_heads, q_tiles, k_tiles); 0 not visible, 1 skipped, 2 retained. Query tiles start at the
+            first row that sees a key, key tiles at the first key of the sequence.
+        certificate: float32, shaped like lse; ``c(i)``, the sum over skipped tiles of (legal keys) * exp(tile max - lse).
+        rows: int32 (num_sequences, q_tiles); query rows in each query tile.
+        tile: (BLOCK_M, BLOCK_N); part of the rule's definition.
+        impl: the implementation that ran: "triton", "blockwise" or "reference".
+    """
+
+    tiles: Tensor
+    certificate: Tensor
+    rows: Tensor
+    tile: tuple[int, int]
+    impl: str
+
+    @property
+    def retained(self) -> Tensor:
+        """Bool map of retained tiles, shaped like ``tiles``."""
+        return self.tiles == RETAINED
+
+    @property
+    def visible(self) -> Tensor:
+        """Bool map of tiles with at least one legal pair, shaped like ``tiles``."""
+        return self.tiles != NOT_VISIBLE
+
+    def _slots_per_query(self, chosen: Tensor) -> Tensor:
+        slots = (chosen.sum(-1) * self.rows[:, None, :]).sum(-1) * self.tile[1]
+        return slots / self.rows.sum(-1).clamp(min=1)[:, None]
+
+    @property
+    def key_slots_per_query(self) -> Tensor:
+        """float32 (num_sequences, num_heads): BLOCK_N slots for each row of a retained tile, mean over rows."""
+        return self._slots_per_query(self.retained)
+
+    @property
+    def visible_slots_per_query(self) -> Tensor:
+        """float32 (num_sequences, num_heads): the same count with every visible tile retained."""
+        return self._slots_per_query(self.visible)
+
+    @property
+    def work_fraction(self) -> Tensor:
+        """float32 (num_sequences, num_heads): retained / visible slots; 1 where nothing is visible."""
+        visible = self.visible_slots_per_query
+        return (self.key_slots_per_query / visible.clamp(min=1)).where(visible > 0, 1.0)
+
+    @property
+    def omitted_mass_bound(self) -> Tensor:
+        """float32, shaped like lse: certified upper bound c / (1 + c) of the probability that full attention gives the skipped keys."""
+        return self.certificate / (1 + self.certificate)
