@@ -22,7 +22,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ndim
         if x.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimensions {layout}, got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
-            raise ValueError(f"{name} must be float16, bfloat16, float32 or (on the CPU) float64, got {x.dtype}")
+            raise ValueError(f"{name} must be float16, bfloat16, float32 (or float64 without Triton), got {x.dtype}")
         if x.dtype != q.dtype:
             raise ValueError(f"q, k and v must share a dtype, got q {q.dtype} and {name} {x.dtype}: cast them to one")
         if x.device != q.device:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Optional
 
@@ -192,9 +193,13 @@ def _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, seqlen_q)
 
 def _implementation(impl: str, q: Tensor) -> str:
     if impl == "auto":
-        return "triton" if q.is_cuda else "blockwise"
+        return "triton" if q.is_cuda and q.dtype != torch.float64 else "blockwise"
     if impl not in ("triton", "blockwise", "reference"):
         raise ValueError(f"impl must be 'auto', 'triton', 'blockwise' or 'reference', got {impl!r}")
+    if impl == "triton" and q.dtype == torch.float64:
+        raise ValueError("the Triton kernels compute in float32 at most: use impl='blockwise' for float64")
+    if impl == "triton" and not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"impl='triton' needs tensors on a GPU, got {q.device}; on the CPU use impl='blockwise' or 'auto'")
     return impl
 
 

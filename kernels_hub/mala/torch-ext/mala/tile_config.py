@@ -6,7 +6,7 @@ BLOCK_M and BLOCK_N belong to the rule's definition (a tile is skipped only if e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,10 @@ class TileConfig:
     @property
     def tile(self) -> tuple[int, int]:
         return self.block_m, self.block_n
+
+    def with_tile(self, tile: tuple[int, int]) -> TileConfig:
+        """The same launch shape for another tile."""
+        return replace(self, block_m=tile[0], block_n=tile[1])
 
 
 # padded head_dim (of q or v, the larger) -> launch shape

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused forward kernel: every legal tile is scored; softmax, V load and PV run only where the rule retains the tile.
+
+Key tiles are visited from the diagonal toward earlier keys, because nearby keys carry most mass and raise the normalizer early.
+A query tile's key range falls into whole tiles (every pair legal) and edge tiles (diagonal, window edge, end of the keys), which
+alone pay for masking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .blockwise import Settings
+from .rule import is_tile_retained, limit_of, log2_threshold, online_softmax_step
+from .tile_config import TileConfig, padded_head_dim, tile_config
+from .visibility import Sequences, visible_keys_under_mask
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2.0))
+RUNTIME_VALUES = (
+    ["stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh"]
+    + ["stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_mb", "stride_mh", "stride_ms", "stride_nb", "stride_nh"]
+    + ["stride_tb", "stride_th", "stride_tm", "q_begin", "q_end", "k_begin", "k_end", "num_q_tiles", "num_heads", "num_kv_groups"]
+    + ["window_left", "window_right", "scale_log2", "softcap_log2", "tau"]
+)
+
+
+@triton.jit
+def _load_tile(x, base, batch, head, first_row, row, num_rows, dim, stride, WIDTH: tl.constexpr, IS_EDGE: tl.constexpr,
+               USE_TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """(BLOCK_N, BLOCK_D) rows of K or V, zero beyond the sequence and beyond head_dim. ``x``: descriptor or pointer."""
+    if USE_TMA:
+        tile = x.load([batch, head, (first_row + row).to(tl.int32), 0]).reshape(BLOCK_N, BLOCK_D)
+        if IS_EDGE:
+            tile = tl.where((row + tl.arange(0, BLOCK_N) < num_rows)[:, None], tile, 0.0)
+    else:
+        rows = row + tl.arange(0, BLOCK_N)
+        pointers = x + base + (first_row + rows).to(tl.int64)[:, None] * stride + dim[None, :]
+        if IS_EDGE:
+            tile = tl.load(pointers, mask=(rows < num_rows)[:, None] & (dim < WIDTH)[None, :], other=0.0)
+        elif WIDTH != BLOCK_D:
+            tile = tl.load(pointers, mask=(dim < WIDTH)[None, :], other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
+                 threshold_log2, row_max, row_sum, acc, limit, omitted, first, last, stride_ks, stride_vs,
+                 window_left, window_right, scale_log2, softcap_log2,
+                 HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                 BLOCK_DV: tl.constexpr, IS_EDGE: tl.constexpr, USE_TMA: tl.constexpr, HAS_LEFT: tl.constexpr,
+                 HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, RETURN_WORK: tl.constexpr,
+                 DOT_PRECISION: tl.constexpr):  # fmt: skip
+    """Key tiles last - 1 down to first: row_max, row_sum, acc, limit and omitted (skipped mass over exp2(row_max)) after them."""
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    to_log2 = 1.0 if HAS_SOFTCAP else scale_log2
+    for step in tl.range(0, last - first):
+        index = last - 1 - step
+        start_n = index * BLOCK_N
+        # (BLOCK_N, BLOCK_D)
+        k_tile = _load_tile(k, k_base, batch, kv_head, k_begin, start_n, seqlen_k, offs_d, stride_ks,
+                            HEAD_DIM, IS_EDGE and not USE_TMA, USE_TMA, BLOCK_N, BLOCK_D)  # fmt: skip
+        scores = tl.dot(q_tile, k_tile.T, input_precision=DOT_PRECISION)  # (BLOCK_M, BLOCK_N)
+        if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
+            exponent = scores * (2.0 * LOG2_E * scale_log2 / softcap_log2)
+            scores = softcap_log2 * (1.0 - 2.0 / (tl.exp2(exponent) + 1.0))
+        if IS_EDGE:
+            keys = start_n + tl.arange(0, BLOCK_N)
+            legal = (keys < seqlen_k)[None, :] & row_exists[:, None]
+            if HAS_LEFT:
+                legal &= keys[None, :] >= position[:, None] - window_left
+            if HAS_RIGHT:
+                legal &= keys[None, :] <= position[:, None] + window_right
+            if HAS_MASK:
+                legal &= tl.load(mask_base[:, None] + keys[None, :], mask=legal, other=0) != 0
+            scores = tl.where(legal, scores, float("-inf"))
+        tile_max = tl.max(scores, 1) * to_log2  # (BLOCK_M,)
+        retained = is_tile_retained(tile_max, limit)
+        if RETURN_WORK:
+            code = 1 + retained.to(tl.int8)
+            if IS_EDGE:
+                code *= (tl.max(tile_max, 0) > float("-inf")).to(tl.int8)
+            tl.store(tiles_base + index, code)
+        if retained:
+            # (BLOCK_N, BLOCK_DV)
+            v_tile = _load_tile(v, v_base, batch, kv_head, k_begin, start_n, seqlen_k, offs_dv, stride_vs,
+                                V_HEAD_DIM, IS_EDGE, USE_TMA, BLOCK_N, BLOCK_DV)  # fmt: skip
+            p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, IS_EDGE)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=DOT_PRECISION)
+            limit = limit_of(row_max, row_sum, threshold_log2, row_exists)
+            if RETURN_WORK:
+                omitted *= decay
+        elif RETURN_WORK:
+            contribution = tl.exp2(tile_max - tl.where(row_max == float("-inf"), 0.0, row_max))
+            if IS_EDGE:
+                omitted += contribution * tl.sum(legal.to(tl.float32), 1)
+            else:
+                omitted += contribution * BLOCK_N
+    return row_max, row_sum, acc, limit, omitted
+
+
+@triton.jit(do_not_specialize=RUNTIME_VALUES)
+def mala_forward_kernel(
+    q_ptr, k, v, out_ptr, lse_ptr, sinks_ptr, mask_ptr, visible_ptr, tiles_ptr, certificate_ptr, bounds_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
+    stride_lb, stride_lh, stride_mb, stride_mh, stride_ms, stride_nb, stride_nh, stride_tb, stride_th, stride_tm,
+    q_begin, q_end, k_begin, k_end, num_q_tiles, num_heads, num_kv_groups, window_left, window_right, scale_log2, softcap_log2, tau,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_TMA: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One query tile of one head. q, k, v, out strides count STRIDE_UNIT elements, so that their divisibility needs no recompile."""
+    program = tl.program_id(0)
+    q_tile_index = num_q_tiles - 1 - program % num_q_tiles  # the longest rows first
+    head = (program // num_q_tiles) % num_heads
+    sequence = program // num_q_tiles // num_heads
+    kv_head = head // num_kv_groups
+    if HAS_BOUNDS:
+        q_begin = tl.load(bounds_ptr + sequence * 4)
+        q_end = tl.load(bounds_ptr + sequence * 4 + 1)
+        k_begin = tl.load(bounds_ptr + sequence * 4 + 2)
+        k_end = tl.load(bounds_ptr + sequence * 4 + 3)
+    seqlen_q = q_end - q_begin
+    seqlen_k = k_end - k_begin
+    start_m = q_tile_index * BLOCK_M
+    if start_m >= seqlen_q:
+        return
+    batch = 0 if IS_PACKED else sequence
+
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    row_exists = offs_m < seqlen_q
+    rows = (q_begin + offs_m).to(tl.int64)
+    position = offs_m + seqlen_k - seqlen_q  # the key a row is aligned with
+    first_position = start_m + seqlen_k - seqlen_q
+    last_position = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + seqlen_k - seqlen_q
+
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    batch64 = tl.cast(batch, tl.int64)
+    head64 = tl.cast(head, tl.int64)
+    kv_head64 = tl.cast(kv_head, tl.int64)
+    q_base = (batch64 * stride_qb + head64 * stride_qh) * STRIDE_UNIT
+    k_base = (batch64 * stride_kb + kv_head64 * stride_kh) * STRIDE_UNIT
+    v_base = (batch64 * stride_vb + kv_head64 * stride_vh) * STRIDE_UNIT
+    # (BLOCK_M, BLOCK_D)
+    q_tile = tl.load(
+        q_ptr + q_base + rows[:, None] * (stride_qs * STRIDE_UNIT) + offs_d[None, :],
+        mask=row_exists[:, None] & (offs_d < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+
+    low = 0
+    high = seqlen_k
+    whole_low = 0
+    whole_high = seqlen_k
+    row_low = tl.zeros_like(position)
+    row_high = row_low + seqlen_k
+    if HAS_LEFT:
+        low = tl.maximum(first_position - window_left, 0)
+        whole_low = tl.maximum(last_position - window_left, 0)
+        row_low = tl.maximum(position - window_left, 0)
+    if HAS_RIGHT:
+        high = tl.minimum(last_position + window_right + 1, seqlen_k)
+        whole_high = tl.minimum(first_position + window_right + 1, seqlen_k)
+        row_high = tl.minimum(position + window_right + 1, seqlen_k)
+    visible_keys = row_high - row_low
+    if HAS_MASK:
+        visible_base = visible_ptr + batch64 * stride_nb + head64 * stride_nh
+        visible_keys = tl.load(visible_base + rows, mask=row_exists, other=1)
+    threshold_log2 = log2_threshold(visible_keys, tau)
+
+    # key tiles [first, edge_low) and [edge_high, last) need masking, [edge_low, edge_high) do not
+    first = low // BLOCK_N
+    last = tl.cdiv(tl.maximum(high, 0), BLOCK_N)
+    edge_high = tl.maximum(tl.minimum(whole_high // BLOCK_N, last), first)
+    edge_low = tl.minimum(tl.maximum(tl.cdiv(whole_low, BLOCK_N), first), edge_high)
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    limit = tl.where(row_exists, float("-inf"), float("inf"))
+    omitted = tl.zeros([BLOCK_M], tl.float32)
+    mask_base = rows
+    if HAS_MASK:
+        mask_base = mask_ptr + batch64 * stride_mb + head64 * stride_mh + rows * stride_ms
+        edge_high = first
+        edge_low = first
+    tiles_base = head64
+    if RETURN_WORK:
+        tiles_base = tiles_ptr + tl.cast(sequence, tl.int64) * stride_tb + head64 * stride_th + q_tile_index.to(tl.int64) * stride_tm
+    row_max, row_sum, acc, limit, omitted = _visit_tiles(
+        q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
+        threshold_log2, row_max, row_sum, acc, limit, omitted, edge_high, last, stride_ks * STRIDE_UNIT, stride_vs * STRIDE_UNIT,
+        window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+        True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
+    if not HAS_MASK:
+        row_max, row_sum, acc, limit, omitted = _visit_tiles(
+            q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
+            threshold_log2, row_max, row_sum, acc, limit, omitted, edge_low, edge_high, stride_ks * STRIDE_UNIT,
+            stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N,
+            BLOCK_D, BLOCK_DV, False, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
+        if HAS_LEFT:
+            row_max, row_sum, acc, limit, omitted = _visit_tiles(
+                q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
+                threshold_log2, row_max, row_sum, acc, limit, omitted, first, edge_low, stride_ks * STRIDE_UNIT,
+                stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N,
+                BLOCK_D, BLOCK_DV, True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
+
+    if HAS_SINKS:  # joins the normalizer after the last tile
+        sink_log2 = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        new_max = tl.maximum(row_max, sink_log2)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        decay = tl.exp2(row_max - shift)
+        row_sum = row_sum * decay + tl.exp2(sink_log2 - shift)
+        acc *= decay[:, None]
+        omitted *= decay
+        row_max = new_max
+    is_empty = row_sum == 0.0
+    inverse = tl.where(is_empty, 0.0, 1.0 / row_sum)
+    lse = (row_max + tl.log2(row_sum)) * LN_2
+    out_base = (batch64 * stride_ob + head64 * stride_oh) * STRIDE_UNIT
+    tl.store(
+        out_ptr + out_base + rows[:, None] * (stride_os * STRIDE_UNIT) + offs_dv[None, :],
+        (acc * inverse[:, None]).to(out_ptr.dtype.element_ty),
+        mask=row_exists[:, None] & (offs_dv < V_HEAD_DIM)[None, :],
+    )
+    row_base = batch64 * stride_lb + head64 * stride_lh
+    tl.store(lse_ptr + row_base + rows, lse, mask=row_exists)
+    if RETURN_WORK:
+        tl.store(certificate_ptr + row_base + rows, omitted * inverse, mask=row_exists)
+
+
+def _has_tma(x: Tensor) -> bool:
+    """Can the tensor-memory accelerator read x (batch, seqlen, heads, head_dim)?"""
+    if not x.is_cuda or torch.version.hip or torch.cuda.get_device_capability(x.device)[0] < 9 or x.numel() == 0:
+        return False
+    strides = [stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
+
+
+def _descriptor(x: Tensor, block_n: int, block_d: int):
+    """Descriptor of x (batch, seqlen, heads, head_dim), read as (1, 1, block_n, block_d) blocks of (batch, heads, seqlen, head_dim)."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    by_head = x.transpose(1, 2)
+    unused = by_head.shape[-1] * 16  # the stride of a dimension of size 1 is never used but must be valid
+    strides = [stride if size > 1 else unused for stride, size in zip(by_head.stride()[:-1], by_head.shape)] + [1]
+    return TensorDescriptor(x, list(by_head.shape), strides, [1, 1, block_n, block_d])
+
+
+def launch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    settings: Settings,
+    sequences: Sequences,
+    sinks: Optional[Tensor],
+    mask: Optional[Tensor],
+    return_work: bool,
+    config: Optional[TileConfig] = None,
+    use_tma: Optional[bool] = None,
+) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
+    """out, lse, tiles, certificate; arguments and shapes as :func:`blockwise.forward`, the last two None unless ``return_work``.
+
+    ``config`` and ``use_tma`` override the shipped launch shape and the choice of loads, for measurements and tests.
+    """
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    v_head_dim = v.shape[-1]
+    if config is None:
+        shipped = tile_config(head_dim, v_head_dim, q.dtype, sequences.max_seqlen_q)
+        config = shipped.with_tile(settings.tile)
+    block_m, block_n = config.tile
+    num_q_tiles = math.ceil(sequences.max_seqlen_q / block_m)
+    num_k_tiles = math.ceil(sequences.max_seqlen_k / block_n)
+
+    out = torch.empty(batch, seqlen_q, num_heads, v_head_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, num_heads, seqlen_q, dtype=torch.float32, device=q.device)
+    tiles = certificate = None
+    if return_work:
+        tiles = torch.zeros(sequences.num_sequences, num_heads, num_q_tiles, num_k_tiles, dtype=torch.int8, device=q.device)
+        certificate = torch.zeros_like(lse)
+    if sequences.bounds is not None or sequences.common[0] > 0:  # rows that see no key are not visited
+        out.zero_()
+        lse[:] = -math.inf if sinks is None else sinks.float()[:, None]
+    if out.numel() == 0 or num_q_tiles == 0:
+        return out, lse, tiles, certificate
+
+    if use_tma is None:
+        use_tma = _has_tma(k) and _has_tma(v)
+    block_d, block_dv = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
+    strides = [stride for x in (q, k, v, out) for stride in x.stride()[:3]]
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    mask_strides, visible_strides, visible = (0, 0, 0), (0, 0), None
+    if mask is not None:
+        visible = visible_keys_under_mask(mask, seqlen_q, settings.window).expand(batch, num_heads, -1)
+        mask = (mask if mask.stride(-1) == 1 else mask.contiguous()).expand(batch, num_heads, seqlen_q, -1).view(torch.int8)
+        mask_strides, visible_strides = mask.stride()[:3], visible.stride()[:2]
+    left, right = settings.window
+    grid = (num_q_tiles * num_heads * sequences.num_sequences,)
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        mala_forward_kernel[grid](
+            q,
+            _descriptor(k, block_n, block_d) if use_tma else k,
+            _descriptor(v, block_n, block_dv) if use_tma else v,
+            out,
+            lse,
+            sinks,
+            mask,
+            visible,
+            tiles,
+            certificate,
+            sequences.bounds,
+            *(stride // unit for stride in strides),
+            *lse.stride()[:2],
+            *mask_strides,
+            *visible_strides,
+            *((0, 0, 0) if tiles is None else tiles.stride()[:3]),
+            *sequences.common,
+            num_q_tiles,
+            num_heads,
+            num_heads // k.shape[2],
+            left,
+            right,
+            settings.softmax_scale * LOG2_E.value,
+            settings.softcap * LOG2_E.value,
+            settings.tau,
+            HEAD_DIM=head_dim,
+            V_HEAD_DIM=v_head_dim,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            STRIDE_UNIT=unit,
+            USE_TMA=use_tma,
+            IS_PACKED=sequences.is_packed,
+            HAS_BOUNDS=sequences.bounds is not None,
+            HAS_LEFT=left >= 0,
+            HAS_RIGHT=right >= 0,
+            HAS_MASK=mask is not None,
+            HAS_SOFTCAP=settings.softcap > 0,
+            HAS_SINKS=sinks is not None,
+            RETURN_WORK=return_work,
+            DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return out, lse, tiles, certificate

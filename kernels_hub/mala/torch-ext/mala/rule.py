@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule as Triton functions, used by every kernel. Scores, maxima and limits are in log2 units: natural logs times log2(e)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def log2_threshold(visible_keys, tau):
+    """log2(tau / L_q), capped at 0; -inf for tau = 0, which skips nothing."""
+    return tl.log2(tl.minimum(tau / tl.maximum(visible_keys, 1).to(tl.float32), 1.0))
+
+
+@triton.jit
+def is_tile_retained(tile_max, limit_log2):
+    """True if some constraining row reaches its limit; a tile_max of -inf (no legal key) does not constrain, a NaN does."""
+    reaches = (tile_max != float("-inf")) & ~(tile_max < limit_log2)
+    return tl.max(reaches.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def limit_of(row_max, row_sum, threshold_log2, row_exists):
+    """A row's limit: log2(retained mass * tau / L_q); -inf before its first retained key, +inf for rows that do not exist."""
+    return tl.where(row_exists, row_max + tl.log2(row_sum) + threshold_log2, float("inf"))
+
+
+@triton.jit
+def online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, CAN_BE_EMPTY: tl.constexpr):
+    """p (BLOCK_M, BLOCK_N), the decay of earlier sums, and the new row_max, row_sum; ``scores * to_log2`` is in log2 units."""
+    new_max = tl.maximum(row_max, tile_max)
+    shift = new_max
+    if CAN_BE_EMPTY:
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(scores * to_log2 - shift[:, None])
+    decay = tl.exp2(row_max - shift)
+    return p, decay, new_max, row_sum * decay + tl.sum(p, 1)
