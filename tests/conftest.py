@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices, and memory that is never clean by chance."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # triton reads this once, when it is imported: kernels then run on the CPU, in its interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped, saying so, where there is none."""
+    if HAS_GPU:
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the Triton kernels run: a GPU, or the CPU through the interpreter."""
+    return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised memory holds NaN, or -1 in integer tensors, so that what is not written shows."""
+
+    def poisoned(make):
+        def poisoned_make(*args, **kwargs):
+            x = make(*args, **kwargs)
+            return x.fill_(float("nan") if x.is_floating_point() else (True if x.dtype == torch.bool else -1))
+
+        return poisoned_make
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
