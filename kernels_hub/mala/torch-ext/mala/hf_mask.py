@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an attention mask from Transformers says about rows and keys.
+
+Four kinds reach an attention function here:
+
+- bool (batch, W), the padding mask: causal attention over the first W keys, of which each sequence owns one contiguous block;
+- int8 (1, seqlen), the packing mask: 0 and 1 by turns, one sequence of a packed batch after the other, causal inside each;
+- bool (batch or 1, heads or 1, seqlen_q, seqlen_k): True where attention is allowed, and nothing else applies on top;
+- the same in floating point, if it says no more than a bool one can: 0 where allowed, hugely negative elsewhere.
+
+Reading a mask's values costs a device synchronisation, so what was read stays on the tensor as an attribute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+import torch
+from torch import Tensor
+
+PACKING_DTYPE = torch.int8
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Sequence b owns keys leftpad_k[b] <= j < seqused_k[b] of the first ``width``; int32 (batch,). ``is_full``: all of them."""
+
+    leftpad_k: Tensor
+    seqused_k: Tensor
+    width: int
+    is_full: bool
+
+    def seqused_q(self, seqlen_q: int) -> Tensor:
+        """int32 (batch,): query rows up to the sequence's last token. Row i is the token at position i + width - seqlen_q."""
+        return (self.seqused_k - (self.width - seqlen_q)).clamp(0, seqlen_q)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Boundaries of packed sequences, int32 (num_sequences + 1,), and the longest of them."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which pairs are legal: ``window`` (left, right) and at most one of mask, padding, packing (queries, keys)."""
+
+    window: tuple[int, int]
+    mask: Optional[Tensor] = None
+    padding: Optional[Padding] = None
+    packing: Optional[tuple[Packing, Packing]] = None
+
+
+def read_padding(mask: Tensor) -> Optional[Padding]:
+    """The blocks of a 2-D padding mask; None where a row has a hole."""
+    mask = mask.to(torch.bool)
+    width = mask.shape[1]
+    count = mask.sum(1, dtype=torch.int32)
+    first = mask.to(torch.int8).argmax(1).to(torch.int32)
+    end = (width - mask.flip(1).to(torch.int8).argmax(1).to(torch.int32)) * (count > 0)
+    is_full, is_contiguous = torch.stack([count == width, end - first == count]).all(1).tolist()
+    return Padding(first, end, width, is_full) if is_contiguous else None
+
+
+def read_packing(mask: Tensor) -> Packing:
+    """The sequences of a packing mask (1, seqlen)."""
+    return _packing(mask[0, 1:] != mask[0, :-1])
+
+
+def read_positions(position_ids: Tensor) -> Optional[Packing]:
+    """The packed sequences that ``position_ids`` (1, seqlen) show, None where they show one sequence or leave a doubt.
+
+    Packed means: positions rise by one, except where they fall back to the very first position.
+    """
+    positions = position_ids[0]
+    restarts = positions[1:] != positions[:-1] + 1
+    is_packed = restarts.any() & (positions[1:].where(restarts, positions[0]) == positions[0]).all()
+    return _packing(restarts) if bool(is_packed) else None
+
+
+def _packing(is_first: Tensor) -> Packing:
+    """``is_first`` (seqlen - 1,): whether token i + 1 begins a sequence."""
+    inner = is_first.nonzero()[:, 0] + 1
+    cu_seqlens = torch.nn.functional.pad(inner, (1, 1))
+    cu_seqlens[-1] = len(is_first) + 1
+    return Packing(cu_seqlens.to(torch.int32), int(cu_seqlens.diff().max()))
+
+
+def read_allowed(mask: Tensor) -> Tensor:
+    """A 4-D floating-point mask as bool.
+
+    Raises:
+        ValueError: if a value is neither 0 nor at most half the dtype's minimum: an additive bias, which MALA does not have.
+    """
+    if not mask.is_floating_point():
+        raise ValueError(f"a 4-D attention mask must be bool or floating-point, got {mask.dtype}")
+    allowed = mask == 0
+    if not bool((allowed | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+        raise ValueError(
+            "MALA has no additive attention bias, and the 4-D attention mask holds values between 0 (allowed) and "
+            f"{torch.finfo(mask.dtype).min:.3g} (forbidden): use attn_implementation='sdpa' or 'eager' for this model"
+        )
+    return allowed
+
+
+def remembered(tensor: Tensor, read: Callable):
+    """``read(tensor)``, read once as long as the tensor is not written to (inference tensors can't tell, so they are read again)."""
+    if torch.compiler.is_compiling() or tensor.is_inference():
+        return read(tensor)
+    stored = getattr(tensor, "_mala_read", None)
+    if stored is None or stored[0] is not read or stored[1] != tensor._version:
+        stored = read, tensor._version, read(tensor)
+        tensor._mala_read = stored
+    return stored[2]
+
+
+def mark(mask: Tensor, read: Callable, value) -> Tensor:
+    """``mask``, made by us and written to by nobody, with ``read(mask)`` already known."""
+    mask._mala_known = read, value
+    return mask
+
+
+def known_or_read(mask: Tensor, read: Callable):
+    """What :func:`mark` left on the mask, else :func:`remembered`."""
+    known = getattr(mask, "_mala_known", None)
+    return known[1] if known is not None and known[0] is read else remembered(mask, read)

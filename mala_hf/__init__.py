@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MassAlloc Attention (MALA) for Hugging Face Transformers.
+
+Importing this package adds the attention implementations "mala" and "mala_reference" to Transformers, and does nothing else.
+"""
+
+from .config import MalaConfig
+from .patch import mala_attention, patch_model, unpatch_model
+from .recording import WorkReport, record_work
+from .registration import register
+from .version import __version__
+
+register()
+
+__all__ = [
+    "MalaConfig",
+    "WorkReport",
+    "__version__",
+    "mala_attention",
+    "patch_model",
+    "record_work",
+    "unpatch_model",
+]

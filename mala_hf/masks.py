@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mask function that Transformers asks once per forward and kind of layer.
+
+Causal and sliding-window patterns with at most padding or packing stay one row per sequence (or None), so that long contexts need no
+quadratic mask; everything else becomes the 4-D bool mask of SDPA. The invariant behind the short forms: causal, the last row sees the last
+of the first ``mask.shape[1]`` keys (all keys if None), and the layer applies its own window. See ``ops/hf_mask.py`` for the kinds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+from .ops.hf_mask import PACKING_DTYPE, Padding, mark, read_packing, read_padding
+
+PASSES_WINDOW = re.compile(r"attention_interface\((?:[^()]|\([^()]*\))*sliding_window=")
+
+
+def mala_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The attention mask of one forward, with the arguments of ``transformers.masking_utils.sdpa_mask``.
+
+    Raises:
+        ValueError: if the model of ``config`` computes its own attention and would never ask for MALA.
+    """
+    if is_tracing(attention_mask):
+        whole = allow_is_causal_skip and q_length == kv_length and not isinstance(q_offset, Tensor)
+        if whole and mask_function is causal_mask_function and attention_mask is None:
+            return None
+    else:
+        check_asks_for_attention(type(config))
+        pattern = None if use_vmap else read_pattern(mask_function)
+        if pattern is not None and pattern.sequences is not None and batch_size == 1 and attention_mask is None:
+            if pattern.window is None or pattern.window >= kv_length or _passes_window(type(config)):
+                return _packing_mask(pattern.sequences)
+        elif pattern is not None and pattern.sequences is None and allow_is_causal_skip and not _is_fixed_shape(q_offset, q_length, pattern):
+            seen = int(q_offset) + q_length - kv_offset
+            if pattern.window is None or pattern.window >= seen or _passes_window(type(config)):
+                short, mask = _padding_mask(attention_mask, batch_size, kv_offset, seen, kv_length, device)
+                if short:
+                    return mask
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,  # SDPA's None is aligned at the top left
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        use_vmap=use_vmap,
+        device=device,
+    )
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Causal attention, within ``window`` keys up to the own one, inside each of ``sequences`` (int (batch, seqlen), rising)."""
+
+    window: int | None = None
+    sequences: Tensor | None = None
+
+
+def read_pattern(mask_function: Callable) -> Pattern | None:
+    """What Transformers' nested mask function means; None for all but causal, sliding and packed ones.
+
+    Transformers hands over closures, so this looks inside them by name. A name that it does not know costs memory, never correctness.
+    """
+    if mask_function is causal_mask_function:
+        return Pattern()
+    if _made_by(mask_function) != "and_masks":
+        return None
+    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    if len(parts) != 2:
+        return None
+    first, second = parts
+    if _made_by(first) == "sliding_window_overlay" and second is causal_mask_function:
+        return Pattern(window=inspect.getclosurevars(first).nonlocals.get("sliding_window"))
+    if _made_by(second) == "packed_sequence_mask_function":
+        if _made_by(first) == "remap_positions_for_packed_sequence":  # positions rise by one inside a sequence, as the indices do
+            first = inspect.getclosurevars(first).nonlocals.get("mask_function")
+        base = read_pattern(first) if callable(first) else None
+        sequences = inspect.getclosurevars(second).nonlocals.get("packed_sequence_mask")
+        if base is not None and base.sequences is None and sequences is not None:
+            return Pattern(base.window, sequences)
+    return None
+
+
+def _made_by(function: Callable) -> str | None:
+    """Name of the function of ``transformers.masking_utils`` that made this closure."""
+    is_theirs = getattr(function, "__module__", None) == causal_mask_function.__module__
+    return function.__qualname__.split(".")[0] if is_theirs and "<locals>" in function.__qualname__ else None
+
+
+def _is_fixed_shape(q_offset: int | Tensor, q_length: int, pattern: Pattern) -> bool:
+    """Whether a static cache is past its prefill: a compiled decoding step needs masks that do not grow."""
+    return isinstance(q_offset, Tensor) and (q_length == 1 or pattern.window is not None)
+
+
+def _packing_mask(sequences: Tensor) -> Tensor:
+    mask = (sequences % 2).to(PACKING_DTYPE)
+    return mark(mask, read_packing, read_packing(mask))
+
+
+def _padding_mask(
+    attention_mask: Tensor | None, batch_size: int, kv_offset: int, seen: int, kv_length: int, device: torch.device | str
+) -> tuple[bool, Tensor | None]:
+    """(True, mask of at most one row per sequence), or (False, None) where one row does not suffice."""
+    if attention_mask is not None:
+        mask = attention_mask[:, kv_offset : kv_offset + seen]
+        padding = read_padding(mask) if mask.shape[1] == seen else None
+        if padding is None:
+            return False, None
+        if not padding.is_full:
+            return True, mark(mask, read_padding, padding)
+    if seen == kv_length:
+        return True, None
+    mask = torch.ones(batch_size, seen, dtype=torch.bool, device=device)
+    begin, end = (torch.full((batch_size,), n, dtype=torch.int32, device=device) for n in (0, seen))
+    return True, mark(mask, read_padding, Padding(begin, end, seen, is_full=True))
+
+
+def check_asks_for_attention(config_type: type) -> None:
+    """Refuse models that compute their own attention, and would run dense without a word."""
+    name = _own_attention(config_type)
+    if name is not None:
+        raise ValueError(
+            f"{name} computes its own attention and never asks the attention interface, so it cannot run MALA: "
+            "load it with attn_implementation='eager' (or give composite models a dict, {'text_config': 'mala'})"
+        )
+
+
+@lru_cache(maxsize=None)
+def _own_attention(config_type: type) -> str | None:
+    """Name of the model class if none of this config's loaded model classes asks the attention interface."""
+    classes = [cls for cls in _model_classes(config_type) if _source(cls) is not None]
+    if any(cls._can_set_attn_implementation() for cls in classes):
+        return None
+    return classes[0].__name__ if classes else None
+
+
+@lru_cache(maxsize=None)
+def _passes_window(config_type: type) -> bool:
+    """Whether the layers of this config's models tell their attention function the window; else only a 4-D mask can."""
+    return any(PASSES_WINDOW.search(_source(cls) or "") for cls in _model_classes(config_type))
+
+
+def _model_classes(config_type: type) -> Iterator[type[PreTrainedModel]]:
+    """Loaded model classes of exactly this config."""
+    seen, pending = set(), [PreTrainedModel]
+    while pending:
+        cls = pending.pop()
+        if cls not in seen:
+            seen.add(cls)
+            pending += cls.__subclasses__()
+            if getattr(cls, "config_class", None) is config_type:
+                yield cls
+
+
+def _source(cls: type) -> str | None:
+    module = sys.modules.get(cls.__module__)
+    try:
+        return None if module is None else inspect.getsource(module)
+    except (OSError, TypeError):
+        return None
