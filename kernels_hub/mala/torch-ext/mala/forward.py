@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .blockwise import Settings
-from .rule import is_tile_retained, limit_of, log2_threshold, online_softmax_step
+from .rule import is_pair_retained, is_tile_retained, limit_of, log2_threshold, online_softmax_step
 from .tile_config import TileConfig, padded_head_dim, tile_config
 from .visibility import Sequences, visible_keys_under_mask
 
@@ -53,6 +53,59 @@ def _load_tile(x, base, batch, head, first_row, row, num_rows, dim, stride, WIDT
 
 
 @triton.jit
+def _score_tile(q_tile, k, base, batch, kv_head, k_begin, start_n, seqlen_k, stride_ks, scale_log2, softcap_log2,
+                HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr,
+                USE_TMA: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
+    """(BLOCK_M, BLOCK_N) unmasked scores; log2 units with a softcap, else still to be multiplied by scale_log2."""
+    k_tile = _load_tile(k, base, batch, kv_head, k_begin, start_n, seqlen_k, tl.arange(0, BLOCK_D), stride_ks,
+                        HEAD_DIM, IS_EDGE and not USE_TMA, USE_TMA, BLOCK_N, BLOCK_D)  # fmt: skip
+    scores = tl.dot(q_tile, k_tile.T, input_precision=DOT_PRECISION)
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
+        exponent = scores * (2.0 * LOG2_E * scale_log2 / softcap_log2)
+        scores = softcap_log2 * (1.0 - 2.0 / (tl.exp2(exponent) + 1.0))
+    return scores
+
+
+@triton.jit
+def _legal_pairs(keys, position, row_exists, seqlen_k, mask_base, window_left, window_right,
+                 HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+    """Bool (BLOCK_M, BLOCK_N): rows aligned with ``position`` may see ``keys``."""
+    legal = (keys < seqlen_k)[None, :] & row_exists[:, None]
+    if HAS_LEFT:
+        legal &= keys[None, :] >= position[:, None] - window_left
+    if HAS_RIGHT:
+        legal &= keys[None, :] <= position[:, None] + window_right
+    if HAS_MASK:
+        legal &= tl.load(mask_base[:, None] + keys[None, :], mask=legal, other=0) != 0
+    return legal
+
+
+@triton.jit
+def _allocate(scores, to_log2, tile_max, legal_keys, v, base, batch, kv_head, k_begin, start_n, seqlen_k, stride_vs,
+              tiles_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
+              V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, IS_EDGE: tl.constexpr,
+              USE_TMA: tl.constexpr, RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
+    """The rule's step for one scored tile: post-score work where it is retained, its certificate where it is skipped."""
+    retained = is_tile_retained(tile_max, limit)
+    if RETURN_WORK:
+        code = 1 + retained.to(tl.int8)
+        if IS_EDGE:
+            code *= (tl.max(tile_max, 0) > float("-inf")).to(tl.int8)
+        tl.store(tiles_base + index, code)
+    if retained:
+        v_tile = _load_tile(v, base, batch, kv_head, k_begin, start_n, seqlen_k, tl.arange(0, BLOCK_DV), stride_vs,
+                            V_HEAD_DIM, IS_EDGE, USE_TMA, BLOCK_N, BLOCK_DV)  # fmt: skip
+        p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, IS_EDGE)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=DOT_PRECISION)
+        limit = limit_of(row_max, row_sum, threshold_log2, row_exists)
+        if RETURN_WORK:
+            omitted *= decay
+    elif RETURN_WORK:
+        omitted += legal_keys * tl.exp2(tile_max - tl.where(row_max == float("-inf"), 0.0, row_max))
+    return row_max, row_sum, acc, limit, omitted
+
+
+@triton.jit
 def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
                  threshold_log2, row_max, row_sum, acc, limit, omitted, first, last, stride_ks, stride_vs,
                  window_left, window_right, scale_log2, softcap_log2,
@@ -61,51 +114,56 @@ def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_
                  HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, RETURN_WORK: tl.constexpr,
                  DOT_PRECISION: tl.constexpr):  # fmt: skip
     """Key tiles last - 1 down to first: row_max, row_sum, acc, limit and omitted (skipped mass over exp2(row_max)) after them."""
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
     to_log2 = 1.0 if HAS_SOFTCAP else scale_log2
     for step in tl.range(0, last - first):
         index = last - 1 - step
         start_n = index * BLOCK_N
-        # (BLOCK_N, BLOCK_D)
-        k_tile = _load_tile(k, k_base, batch, kv_head, k_begin, start_n, seqlen_k, offs_d, stride_ks,
-                            HEAD_DIM, IS_EDGE and not USE_TMA, USE_TMA, BLOCK_N, BLOCK_D)  # fmt: skip
-        scores = tl.dot(q_tile, k_tile.T, input_precision=DOT_PRECISION)  # (BLOCK_M, BLOCK_N)
-        if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
-            exponent = scores * (2.0 * LOG2_E * scale_log2 / softcap_log2)
-            scores = softcap_log2 * (1.0 - 2.0 / (tl.exp2(exponent) + 1.0))
+        scores = _score_tile(q_tile, k, k_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_ks, scale_log2, softcap_log2,
+                             HEAD_DIM, BLOCK_N, BLOCK_D, IS_EDGE, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
+        legal_keys = BLOCK_N
         if IS_EDGE:
-            keys = start_n + tl.arange(0, BLOCK_N)
-            legal = (keys < seqlen_k)[None, :] & row_exists[:, None]
-            if HAS_LEFT:
-                legal &= keys[None, :] >= position[:, None] - window_left
-            if HAS_RIGHT:
-                legal &= keys[None, :] <= position[:, None] + window_right
-            if HAS_MASK:
-                legal &= tl.load(mask_base[:, None] + keys[None, :], mask=legal, other=0) != 0
+            legal = _legal_pairs(start_n + tl.arange(0, BLOCK_N), position, row_exists, seqlen_k, mask_base,
+                                 window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_MASK)  # fmt: skip
             scores = tl.where(legal, scores, float("-inf"))
+            legal_keys = tl.sum(legal.to(tl.int32), 1)
         tile_max = tl.max(scores, 1) * to_log2  # (BLOCK_M,)
-        retained = is_tile_retained(tile_max, limit)
-        if RETURN_WORK:
-            code = 1 + retained.to(tl.int8)
-            if IS_EDGE:
-                code *= (tl.max(tile_max, 0) > float("-inf")).to(tl.int8)
-            tl.store(tiles_base + index, code)
-        if retained:
-            # (BLOCK_N, BLOCK_DV)
-            v_tile = _load_tile(v, v_base, batch, kv_head, k_begin, start_n, seqlen_k, offs_dv, stride_vs,
-                                V_HEAD_DIM, IS_EDGE, USE_TMA, BLOCK_N, BLOCK_DV)  # fmt: skip
-            p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, IS_EDGE)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=DOT_PRECISION)
-            limit = limit_of(row_max, row_sum, threshold_log2, row_exists)
-            if RETURN_WORK:
-                omitted *= decay
-        elif RETURN_WORK:
-            contribution = tl.exp2(tile_max - tl.where(row_max == float("-inf"), 0.0, row_max))
-            if IS_EDGE:
-                omitted += contribution * tl.sum(legal.to(tl.float32), 1)
-            else:
-                omitted += contribution * BLOCK_N
+        row_max, row_sum, acc, limit, omitted = _allocate(
+            scores, to_log2, tile_max, legal_keys, v, v_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_vs,
+            tiles_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
+            V_HEAD_DIM, BLOCK_N, BLOCK_DV, IS_EDGE, USE_TMA, RETURN_WORK, DOT_PRECISION)  # fmt: skip
+    return row_max, row_sum, acc, limit, omitted
+
+
+@triton.jit
+def _visit_tile_pairs(q_tile, k, v, k_base, v_base, tiles_base, batch, kv_head, k_begin, seqlen_k, row_exists,
+                      threshold_log2, row_max, row_sum, acc, limit, omitted, first, last, stride_ks, stride_vs,
+                      scale_log2, softcap_log2,
+                      HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                      BLOCK_DV: tl.constexpr, USE_TMA: tl.constexpr, HAS_SOFTCAP: tl.constexpr, RETURN_WORK: tl.constexpr,
+                      DOT_PRECISION: tl.constexpr):  # fmt: skip
+    """Whole key tiles last - 1 down to first, an even number of them, two at a time.
+
+    Where both are skipped, which one vote of all rows settles, the limit stands still between them: the outcome is that of one
+    tile after the other.
+    """
+    to_log2 = 1.0 if HAS_SOFTCAP else scale_log2
+    for step in tl.range(0, (last - first) // 2):
+        index = last - 1 - 2 * step
+        near = _score_tile(q_tile, k, k_base, batch, kv_head, k_begin, index * BLOCK_N, seqlen_k, stride_ks, scale_log2,
+                           softcap_log2, HEAD_DIM, BLOCK_N, BLOCK_D, False, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
+        far = _score_tile(q_tile, k, k_base, batch, kv_head, k_begin, (index - 1) * BLOCK_N, seqlen_k, stride_ks, scale_log2,
+                          softcap_log2, HEAD_DIM, BLOCK_N, BLOCK_D, False, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
+        near_max = tl.max(near, 1) * to_log2
+        far_max = tl.max(far, 1) * to_log2
+        if is_pair_retained(near_max, far_max, limit) or RETURN_WORK:
+            row_max, row_sum, acc, limit, omitted = _allocate(
+                near, to_log2, near_max, BLOCK_N, v, v_base, batch, kv_head, k_begin, index * BLOCK_N, seqlen_k, stride_vs,
+                tiles_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
+                V_HEAD_DIM, BLOCK_N, BLOCK_DV, False, USE_TMA, RETURN_WORK, DOT_PRECISION)  # fmt: skip
+            row_max, row_sum, acc, limit, omitted = _allocate(
+                far, to_log2, far_max, BLOCK_N, v, v_base, batch, kv_head, k_begin, (index - 1) * BLOCK_N, seqlen_k, stride_vs,
+                tiles_base, index - 1, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
+                V_HEAD_DIM, BLOCK_N, BLOCK_DV, False, USE_TMA, RETURN_WORK, DOT_PRECISION)  # fmt: skip
     return row_max, row_sum, acc, limit, omitted
 
 
@@ -118,7 +176,7 @@ def mala_forward_kernel(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_TMA: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr,
+    RETURN_WORK: tl.constexpr, PAIRED: tl.constexpr, DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one head. q, k, v, out strides count STRIDE_UNIT elements, so that their divisibility needs no recompile."""
     program = tl.program_id(0)
@@ -205,11 +263,20 @@ def mala_forward_kernel(
         window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
         True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
     if not HAS_MASK:
+        single = edge_low
+        if PAIRED:
+            single = edge_high - (edge_high - edge_low) % 2
         row_max, row_sum, acc, limit, omitted = _visit_tiles(
             q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
-            threshold_log2, row_max, row_sum, acc, limit, omitted, edge_low, edge_high, stride_ks * STRIDE_UNIT,
+            threshold_log2, row_max, row_sum, acc, limit, omitted, single, edge_high, stride_ks * STRIDE_UNIT,
             stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N,
             BLOCK_D, BLOCK_DV, False, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
+        if PAIRED:
+            row_max, row_sum, acc, limit, omitted = _visit_tile_pairs(
+                q_tile, k, v, k_base, v_base, tiles_base, batch, kv_head, k_begin, seqlen_k, row_exists, threshold_log2, row_max,
+                row_sum, acc, limit, omitted, edge_low, single, stride_ks * STRIDE_UNIT, stride_vs * STRIDE_UNIT, scale_log2,
+                softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, USE_TMA, HAS_SOFTCAP, RETURN_WORK,
+                DOT_PRECISION)  # fmt: skip
         if HAS_LEFT:
             row_max, row_sum, acc, limit, omitted = _visit_tiles(
                 q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
@@ -351,6 +418,7 @@ def launch_forward(
             HAS_SOFTCAP=settings.softcap > 0,
             HAS_SINKS=sinks is not None,
             RETURN_WORK=return_work,
+            PAIRED=config.paired,
             DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=config.num_warps,
             num_stages=config.num_stages,

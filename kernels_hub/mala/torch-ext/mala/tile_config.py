@@ -21,6 +21,7 @@ class TileConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    paired: bool = False  # score two key tiles before one vote
 
     @property
     def tile(self) -> tuple[int, int]:
