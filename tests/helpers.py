@@ -19,8 +19,13 @@ NOT_VISIBLE, SKIPPED, RETAINED = 0, 1, 2
 EPS_32 = torch.finfo(torch.float32).eps
 # a score is a float32 sum of products: its error is a few roundings of |q| |k| softmax_scale
 TIE_ROUNDINGS = 8
-# what a result may lose beyond twice the baseline's error: roundings of its largest value in float32
+# what a result may lose beyond twice the baseline's error: roundings of its largest value, in the computing precision
 FLOOR_ROUNDINGS = 16
+
+
+def precision_of(dtype: torch.dtype) -> float:
+    """The rounding of the computing precision: float64 for float64 inputs, else float32."""
+    return torch.finfo(torch.float64).eps if dtype == torch.float64 else EPS_32
 
 
 def numbers_of(call: Call) -> dict:
@@ -127,17 +132,18 @@ def assert_same_tiles(got: Tensor, expected: reference.HeadResult, tie_nats: flo
             )
 
 
-def assert_near(
-    name: str, got: Tensor, truth: Tensor, baseline: Tensor, floor: float = FLOOR_ROUNDINGS * EPS_32
-) -> None:
-    """The error against float64 truth is at most twice that of PyTorch in the same precision, at worst and in all."""
+def assert_near(name: str, got: Tensor, truth: Tensor, baseline: Tensor, floor: float = 1.0) -> None:
+    """The error against float64 truth is at most twice that of PyTorch in the same precision, at worst and in all.
+
+    ``floor`` is in units of FLOOR_ROUNDINGS roundings of the largest value.
+    """
     assert got.isfinite().eq(truth.isfinite()).all(), f"{name}: not finite where it should be, or the reverse"
-    finite = truth.isfinite()
+    finite, precision = truth.isfinite(), precision_of(got.dtype)
     got, truth, baseline = (x.double()[finite] for x in (got, truth, baseline))
     if not got.numel():
         return
     error, allowed = (got - truth).abs(), (baseline - truth).abs()
-    floor = floor * float(truth.abs().max())
+    floor = floor * FLOOR_ROUNDINGS * precision * float(truth.abs().max())
     assert error.max() <= 2 * allowed.max() + floor, (
         f"{name}: worst error {error.max():.3g}, baseline's {allowed.max():.3g}"
     )
@@ -161,19 +167,21 @@ def check_forward(call: Call, out: Tensor, lse: Tensor, work) -> int:
         assert not tiles[q_tiles:].any(), f"{context}: tiles beyond the rows"
         assert not tiles[:, k_tiles:].any(), f"{context}: tiles beyond the keys"
         tiles = tiles[:q_tiles, :k_tiles]
-        precision = torch.finfo(torch.float64).eps if dtype == torch.float64 else EPS_32
+        precision = precision_of(dtype)
         assert_same_tiles(tiles, reference_head(call, head), TIE_ROUNDINGS * precision * size, context)
         truth = attention_over(call, head, tiles == RETAINED)
         same = attention_over(call, head, tiles == RETAINED, dtype)
-        assert_near(f"{context}: out", of_head(out, call, head), truth.out, same.out)
+        assert_near(
+            f"{context}: out", of_head(out, call, head), truth.out, same.out, size if dtype == torch.float64 else 1.0
+        )
         # scores stay in float32 whatever the inputs' dtype, and so must lse and certificate
         wide = same if dtype == torch.float64 else attention_over(call, head, tiles == RETAINED, torch.float32)
         got_lse, got_certificate = of_head(lse, call, head, True), of_head(work.certificate, call, head, True)
-        assert_near(f"{context}: lse", got_lse, truth.lse, wide.lse, FLOOR_ROUNDINGS * EPS_32 * size)
+        assert_near(f"{context}: lse", got_lse, truth.lse, wide.lse, size)
         finite = truth.lse.isfinite()
         assert_near(
             f"{context}: certificate", got_certificate[finite], truth.certificate[finite], wide.certificate[finite],
-            FLOOR_ROUNDINGS * EPS_32 * size,
+            size,
         )  # fmt: skip
         of_head(outside_out, call, head).fill_(False)
         of_head(outside_lse, call, head, True).fill_(False)
