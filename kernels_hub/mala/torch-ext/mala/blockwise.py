@@ -92,7 +92,7 @@ class _QueryTile:
     def scores(self, start: int, stop: int) -> tuple[Tensor, Optional[Tensor]]:
         """Scores (B, K, G, M, N) of keys start to stop, -inf where illegal, and the legal pairs (None: all legal)."""
         b, kv_heads, groups, m, d = self.q.shape
-        scores = (self.q.reshape(b, kv_heads, groups * m, d) @ self.k[:, :, start:stop].mT).view(b, kv_heads, groups, m, -1)
+        scores = (self.q.reshape(b, kv_heads, groups * m, d) @ self.k[:, :, start:stop].mT).view(b, kv_heads, groups, m, stop - start)
         if self.settings.softcap:
             scores = self.settings.softcap * torch.tanh(scores / self.settings.softcap)
         legal = None
