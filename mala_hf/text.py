@@ -12,7 +12,7 @@ DEFAULT_TEXT = "Persuasion (Jane Austen, 1818, public domain)"
 
 def default_text() -> str:
     """Return the whole novel *Persuasion*, 467 kB of ASCII, about 115,000 tokens; provenance in ``data/README.md``."""
-    return gzip.decompress(files("mala_hf").joinpath("data", "persuasion.txt.gz").read_bytes()).decode("ascii")
+    return gzip.decompress((files("mala_hf") / "data" / "persuasion.txt.gz").read_bytes()).decode("ascii")
 
 
 def read_text(path: str | Path | None = None) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from mala_hf.text import DEFAULT_TEXT, default_text, read_text
 
 def test_the_default_text_is_the_one_its_provenance_note_names():
     digest = hashlib.sha256(default_text().encode("ascii")).hexdigest()
-    assert digest in files("mala_hf").joinpath("data", "README.md").read_text("utf-8")
+    assert digest in (files("mala_hf") / "data" / "README.md").read_text("utf-8")
 
 
 def test_without_a_path_the_novel_is_read_and_named():

@@ -1,0 +1,74 @@
+# Everything sets itself up: a virtual environment in .venv, torch, the package with its extras, then the work.
+# On a machine whose Python already has a CUDA build of torch:  make test VENV_FLAGS=--system-site-packages
+
+PYTHON ?= python3
+VENV_FLAGS ?=
+# a pin, so that a test run means the same thing tomorrow; the package itself accepts a range
+TORCH ?= $(if $(findstring system-site-packages,$(VENV_FLAGS)),torch,torch==2.13.0)
+# the middle of the declared range, and the newest release whose Hub kernels work with kernels 0.17
+TRANSFORMERS ?= transformers==5.22.2
+OLDEST ?= transformers==5.17.0
+NEWEST ?= transformers>=5.17,<5.25
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() or 1, 8))')
+PYTEST_FLAGS ?=
+DEMO_FLAGS ?=
+
+BIN := .venv/bin
+# byte-compiling what is used once costs a fresh machine half a minute
+export PIP_NO_COMPILE = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+PIP = $(BIN)/python -m pip install --quiet --no-input
+# one thread per test process: the processes share the cores
+PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(JOBS) $(PYTEST_FLAGS)
+
+.PHONY: help test unit lint format demo clean oldest newest
+.NOTPARALLEL:
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+demo: .venv/demo ## full attention and MALA side by side on a real model; results in demo_results/
+	$(BIN)/python -m mala_hf demo $(DEMO_FLAGS)
+
+test: lint oldest newest unit ## lint, types, the Transformers tests on both ends of the range, then all tests
+
+lint: .venv/dev ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+unit: .venv/dev ## all tests
+	$(PYTEST)
+
+oldest: .venv/dev .overlays/oldest/done ## the Transformers tests on the oldest supported release
+	PYTHONPATH=.overlays/oldest $(PYTEST) -m transformers
+
+newest: .venv/dev .overlays/newest/done ## the Transformers tests on the newest supported release
+	PYTHONPATH=.overlays/newest $(PYTEST) -m transformers
+
+format: .venv/dev ## rewrite the files as ruff wants them
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove what make made
+	rm -rf .venv .overlays build dist demo_results .mypy_cache .pytest_cache .ruff_cache
+
+.venv/torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is older than 3.10; set PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV_FLAGS) .venv
+	$(PIP) '$(TORCH)'
+	@touch $@
+
+.venv/demo: .venv/torch pyproject.toml
+	$(PIP) -e '.[demo]' '$(TORCH)' '$(TRANSFORMERS)'
+	@touch $@
+
+.venv/dev: .venv/torch pyproject.toml
+	$(PIP) -e '.[dev,hub]' '$(TORCH)' '$(TRANSFORMERS)'
+	@touch $@ .venv/demo
+
+# only Transformers and what it needs, laid over .venv: torch is installed once
+.overlays/%/done: .venv/torch
+	rm -rf $(@D)
+	$(PIP) --target $(@D) '$($(if $(filter oldest,$*),OLDEST,NEWEST))'
+	@touch $@
