@@ -19,7 +19,7 @@ export PIP_NO_COMPILE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PIP = $(BIN)/python -m pip install --quiet --no-input
 # one thread per test process: the processes share the cores
-PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(JOBS) $(PYTEST_FLAGS)
+PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup $(PYTEST_FLAGS)
 
 .PHONY: help test unit lint format demo clean oldest newest
 .NOTPARALLEL:

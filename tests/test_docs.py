@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's Python runs as written, on a tiny checkpoint in place of the Hub's, and what it points at exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tiny_model import save_tiny_checkpoint
+
+from mala_hf.cli import build_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.transformers
+def test_the_python_of_the_readme_runs_in_its_order(tmp_path, capsys):
+    checkpoint = save_tiny_checkpoint(tmp_path, positions=4096)
+    names = {}
+    for block in BLOCKS:
+        exec(block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(checkpoint)), names)
+    assert len(BLOCKS) == 3
+    assert "work by head" in capsys.readouterr().out
+    assert names["work"].work_fraction.shape == (1, 8)
+    assert names["model"].config._attn_implementation == "mala"
+
+
+def test_the_first_example_has_at_most_ten_lines_that_do_something():
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 10
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/rule.md"])
+def test_links_to_files_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text("utf-8"))
+    assert links
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_the_commands_of_the_readme_are_the_commands_there_are():
+    listed = [
+        line.split()[0] for line in build_parser().format_help().split("COMMAND\n")[1].splitlines() if line.strip()
+    ]
+    assert re.findall(r"^    mala-hf (\w+)  ", README, re.MULTILINE) == listed
