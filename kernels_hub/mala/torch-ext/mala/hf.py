@@ -16,7 +16,7 @@ from typing import Callable, Optional, Union
 import torch
 from torch import Tensor
 
-from .hf_dense import dense_attention
+from .hf_dense import dense_attention, legal_pairs
 from .hf_mask import (
     PACKING_DTYPE,
     Packing,
@@ -198,23 +198,24 @@ def _visible(
 ) -> Visible:
     side = -1 if sliding_window is None else sliding_window - 1
     window = (side, 0 if causal else side)
-    lengths = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    packing = _packing_of_lengths(kwargs, batch)
     if mask is None:
-        if lengths[0] is not None and lengths[1] is not None and batch == 1:
-            longest = kwargs.get("max_length_q"), kwargs.get("max_length_k")
-            of_q, of_k = (Packing(cu.to(torch.int32), int(n if n is not None else cu.diff().max())) for cu, n in zip(lengths, longest))
-            return Visible(window, packing=(of_q, of_k))
-        packing = _packing_of_positions(kwargs.get("position_ids"), batch, seqlen_q, seqlen_k) if causal else None
         if packing is not None:
-            return Visible(window, packing=(packing, packing))
+            return Visible(window, packing=packing)
+        shown = _packing_of_positions(kwargs.get("position_ids"), batch, seqlen_q, seqlen_k) if causal else None
+        if shown is not None:
+            return Visible(window, packing=(shown, shown))
         if causal and seqlen_q > seqlen_k:
             raise ValueError(f"causal attention of {seqlen_q} rows over {seqlen_k} keys has no meaning without an attention mask")
         return Visible(window)
     if mask.ndim == 4:
-        return Visible((-1, -1), mask=(mask if mask.dtype == torch.bool else remembered(mask, read_allowed))[..., :seqlen_k])
+        mask = (mask if mask.dtype == torch.bool else remembered(mask, read_allowed))[..., :seqlen_k]
+        if packing is not None:  # a square mask need not know of the packing
+            mask = mask & legal_pairs(Visible((-1, -1), packing=packing), seqlen_q, seqlen_k, mask.device)
+        return Visible((-1, -1), mask=mask)
     if mask.ndim == 2 and mask.dtype == PACKING_DTYPE:
-        packing = known_or_read(mask, read_packing)
-        return Visible(window, packing=(packing, packing))
+        sequences = known_or_read(mask, read_packing)
+        return Visible(window, packing=(sequences, sequences))
     if mask.ndim != 2 or mask.is_floating_point() or mask.shape[1] > seqlen_k:
         raise ValueError(
             f"attention_mask must be 2-D (batch, keys up to {seqlen_k}) of 0 and 1, or 4-D, got {mask.dtype} {tuple(mask.shape)}"
@@ -226,9 +227,23 @@ def _visible(
     padding = known_or_read(mask, read_padding)
     if padding is None:
         raise ValueError("a 2-D attention mask must give each sequence one contiguous block of tokens: pass a 4-D mask for holes")
-    if lengths[0] is not None and not padding.is_full:
+    if packing is not None and not padding.is_full:
         raise ValueError("both a padding mask and packed sequences (cu_seq_lens_q) were given: pass one of them")
     return Visible(window, padding=padding)
+
+
+def _packing_of_lengths(kwargs: dict, batch: int) -> Optional[tuple[Packing, Packing]]:
+    """The boundaries that a padding-free collator passes, of queries and of keys."""
+    cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if cu_q is None or cu_k is None:
+        return None
+    if batch != 1:
+        raise ValueError(f"packed sequences (cu_seq_lens_q) come in a batch of 1, got {batch}")
+    of_q, of_k = (
+        Packing(cu.to(torch.int32), int(cu.diff().max() if longest is None else longest))
+        for cu, longest in ((cu_q, kwargs.get("max_length_q")), (cu_k, kwargs.get("max_length_k")))
+    )
+    return of_q, of_k
 
 
 def _packing_of_positions(position_ids: Optional[Tensor], batch: int, seqlen_q: int, seqlen_k: int) -> Optional[Packing]:
