@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MALA's settings: what is accepted, and that they travel with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as hf
+from models import SMALL_TILE, logits, tiny, tokens
+
+import mala_hf
+from mala_hf import MalaConfig
+
+pytestmark = pytest.mark.transformers
+
+SETTINGS = MalaConfig(tau=0.5, layers={0: "sdpa", 1: 2.0}, tile=(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tau": -1}, "tau"),
+        ({"tau": float("nan")}, "tau"),
+        ({"tau": float("inf")}, "tau"),
+        ({"tau": "1"}, "tau"),
+        ({"tau": True}, "tau"),
+        ({"layers": [1.0, 1.0]}, "mapping"),
+        ({"layers": {-1: 1.0}}, "layer index"),
+        ({"layers": {"first": 1.0}}, "layer index"),
+        ({"layers": {1.5: 1.0}}, "layer index"),
+        ({"layers": {0: "dense"}}, r"layers\[0\]"),
+        ({"layers": {0: -0.1}}, r"layers\[0\]"),
+        ({"tile": 64}, "tile"),
+        ({"tile": (64, 48)}, "tile"),
+        ({"tile": (64, 64, 64)}, "tile"),
+    ],
+)
+def test_a_wrong_setting_is_named_in_the_error(settings, said):
+    with pytest.raises(ValueError, match=said):
+        MalaConfig(**settings)
+
+
+def test_a_config_survives_json():
+    assert MalaConfig.from_dict(json.loads(json.dumps(SETTINGS.to_dict()))) == SETTINGS
+    assert MalaConfig.from_dict(MalaConfig().to_dict()) == MalaConfig()
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(ValueError, match="tua"):
+        MalaConfig.from_dict({"tua": 1.0})
+
+
+def test_the_defaults_are_tau_one_everywhere():
+    assert MalaConfig() == MalaConfig(tau=1.0, layers={}, tile=None)
+    assert MalaConfig(layers=None) == MalaConfig()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "gpt_oss", "phi3"])
+def test_settings_are_saved_and_loaded_with_the_model(family, tmp_path):
+    settings = SETTINGS if family != "gpt_oss" else MalaConfig(tau=0.5, layers={1: 2.0}, tile=(4, 4))
+    model = tiny(family, peaked=4)
+    inputs = {"input_ids": tokens(2, 40)}
+    expected = logits(model, "mala", inputs, **settings.to_dict())
+    mala_hf.patch_model(model, settings).save_pretrained(tmp_path)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="mala")
+    assert loaded.config.mala == settings.to_dict()
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs, use_cache=False).logits, expected)
+    assert not torch.equal(logits(model, "mala", inputs, tau=0), expected)
+
+
+def test_a_checkpoint_with_settings_loads_where_this_package_is_not_imported(tmp_path):
+    model = tiny("llama")
+    ids = tokens(1, 9)
+    expected = logits(model, "sdpa", {"input_ids": ids})
+    mala_hf.patch_model(model, SETTINGS).save_pretrained(tmp_path / "model")
+    torch.save((ids, expected), tmp_path / "expected.pt")
+    code = f"""
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r})
+ids, expected = torch.load({str(tmp_path / "expected.pt")!r})
+assert model.config._attn_implementation == "sdpa" and not any(name.startswith("mala_hf") for name in sys.modules)
+assert torch.equal(model(ids, use_cache=False).logits, expected)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_each_layer_follows_its_own_setting():
+    model = tiny("llama", peaked=4)
+    model.config.mala = MalaConfig(tau=1.0, layers={0: "sdpa"}, tile=SMALL_TILE).to_dict()
+    model.set_attn_implementation("mala")
+    with mala_hf.record_work(model) as report:
+        model(tokens(1, 40))
+    assert report.layers[0].is_dense
+    assert report.layers[0].impls == {"sdpa"}
+    assert report.layers[1].tau == 1
+    assert report.layers[1].work_fraction.min() < 1
+    model.config.mala = MalaConfig(tau=1.0, layers={1: 0}, tile=SMALL_TILE).to_dict()
+    with mala_hf.record_work(model) as report:
+        model(tokens(1, 40))
+    assert report.layers[0].work_fraction.min() < 1
+    assert report.layers[1].work_fraction.tolist() == [1] * 4
