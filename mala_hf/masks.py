@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mask function that Transformers asks once per forward and kind of layer.
 
-Causal and sliding-window patterns with at most padding or packing stay one row per sequence (or None), so that long contexts need no
-quadratic mask; everything else becomes the 4-D bool mask of SDPA. The invariant behind the short forms: causal, the last row sees the last
-of the first ``mask.shape[1]`` keys (all keys if None), and the layer applies its own window. See ``ops/hf_mask.py`` for the kinds.
+Causal and sliding-window patterns with at most padding or packing stay one row per sequence (or None), so that long contexts
+need no quadratic mask; everything else becomes the 4-D bool mask of SDPA. The invariant behind the short forms: causal, the last
+row sees the last of the first ``mask.shape[1]`` keys (all keys if None), and the layer applies its own window.
+See ``ops/hf_mask.py`` for the kinds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,14 +54,20 @@ def mala_mask(
         if whole and mask_function is causal_mask_function and attention_mask is None:
             return None
     else:
-        check_asks_for_attention(type(config))
+        config_type: Any = type(config)
+        check_asks_for_attention(config_type)
         pattern = None if use_vmap else read_pattern(mask_function)
         if pattern is not None and pattern.sequences is not None and batch_size == 1 and attention_mask is None:
-            if pattern.window is None or pattern.window >= kv_length or _passes_window(type(config)):
+            if pattern.window is None or pattern.window >= kv_length or _passes_window(config_type):
                 return _packing_mask(pattern.sequences)
-        elif pattern is not None and pattern.sequences is None and allow_is_causal_skip and not _is_fixed_shape(q_offset, q_length, pattern):
+        elif (
+            pattern is not None
+            and pattern.sequences is None
+            and allow_is_causal_skip
+            and not _is_fixed_shape(q_offset, q_length, pattern)
+        ):
             seen = int(q_offset) + q_length - kv_offset
-            if pattern.window is None or pattern.window >= seen or _passes_window(type(config)):
+            if pattern.window is None or pattern.window >= seen or _passes_window(config_type):
                 short, mask = _padding_mask(attention_mask, batch_size, kv_offset, seen, kv_length, device)
                 if short:
                     return mask
@@ -104,7 +111,9 @@ def read_pattern(mask_function: Callable) -> Pattern | None:
     if _made_by(first) == "sliding_window_overlay" and second is causal_mask_function:
         return Pattern(window=inspect.getclosurevars(first).nonlocals.get("sliding_window"))
     if _made_by(second) == "packed_sequence_mask_function":
-        if _made_by(first) == "remap_positions_for_packed_sequence":  # positions rise by one inside a sequence, as the indices do
+        if (
+            _made_by(first) == "remap_positions_for_packed_sequence"
+        ):  # positions rise by one inside a sequence, as the indices do
             first = inspect.getclosurevars(first).nonlocals.get("mask_function")
         base = read_pattern(first) if callable(first) else None
         sequences = inspect.getclosurevars(second).nonlocals.get("packed_sequence_mask")
@@ -130,7 +139,12 @@ def _packing_mask(sequences: Tensor) -> Tensor:
 
 
 def _padding_mask(
-    attention_mask: Tensor | None, batch_size: int, kv_offset: int, seen: int, kv_length: int, device: torch.device | str
+    attention_mask: Tensor | None,
+    batch_size: int,
+    kv_offset: int,
+    seen: int,
+    kv_length: int,
+    device: torch.device | str,
 ) -> tuple[bool, Tensor | None]:
     """(True, mask of at most one row per sequence), or (False, None) where one row does not suffice."""
     if attention_mask is not None:
@@ -147,7 +161,7 @@ def _padding_mask(
     return True, mark(mask, read_padding, Padding(begin, end, seen, is_full=True))
 
 
-def check_asks_for_attention(config_type: type) -> None:
+def check_asks_for_attention(config_type: Any) -> None:
     """Refuse models that compute their own attention, and would run dense without a word."""
     name = _own_attention(config_type)
     if name is not None:
@@ -157,8 +171,8 @@ def check_asks_for_attention(config_type: type) -> None:
         )
 
 
-@lru_cache(maxsize=None)
-def _own_attention(config_type: type) -> str | None:
+@cache
+def _own_attention(config_type: Any) -> str | None:
     """Name of the model class if none of this config's loaded model classes asks the attention interface."""
     classes = [cls for cls in _model_classes(config_type) if _source(cls) is not None]
     if any(cls._can_set_attn_implementation() for cls in classes):
@@ -166,13 +180,13 @@ def _own_attention(config_type: type) -> str | None:
     return classes[0].__name__ if classes else None
 
 
-@lru_cache(maxsize=None)
-def _passes_window(config_type: type) -> bool:
+@cache
+def _passes_window(config_type: Any) -> bool:
     """Whether the layers of this config's models tell their attention function the window; else only a 4-D mask can."""
     return any(PASSES_WINDOW.search(_source(cls) or "") for cls in _model_classes(config_type))
 
 
-def _model_classes(config_type: type) -> Iterator[type[PreTrainedModel]]:
+def _model_classes(config_type: Any) -> Iterator[type[PreTrainedModel]]:
     """Loaded model classes of exactly this config."""
     seen, pending = set(), [PreTrainedModel]
     while pending:

@@ -106,6 +106,6 @@ def _check_can_run(model: PreTrainedModel, text_config: Any) -> None:
 
 def _check_layers(config: MalaConfig, text_config: Any) -> None:
     count = getattr(text_config, "num_hidden_layers", None)
-    beyond = [index for index in config.layers if count is not None and index >= count]
-    if beyond:
+    beyond = [] if count is None else [index for index in config.layers if index >= count]
+    if count is not None and beyond:
         raise ValueError(f"layers {beyond} do not exist: the model has {count} layers, 0 to {count - 1}")

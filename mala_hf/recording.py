@@ -23,7 +23,9 @@ QUANTILE = 0.95
 
 
 def _bin_edges(device: torch.device) -> Tensor:
-    edges = torch.logspace(torch.log10(torch.tensor(LOWEST_BOUND)).item(), 0, BINS - 1, dtype=torch.float64, device=device)
+    edges = torch.logspace(
+        torch.log10(torch.tensor(LOWEST_BOUND)).item(), 0, BINS - 1, dtype=torch.float64, device=device
+    )
     return torch.cat([edges.new_zeros(1), edges])
 
 
@@ -44,7 +46,9 @@ class LayerWork:
     impls: set[str] = field(default_factory=set)
     tiles: set[tuple[int, int]] = field(default_factory=set)
     forwards: int = 0
-    _sums: Tensor | None = field(default=None, repr=False)  # float64 (4, num_heads): rows, key slots, visible slots, bounds
+    _sums: Tensor | None = field(
+        default=None, repr=False
+    )  # float64 (4, num_heads): rows, key slots, visible slots, bounds
     _histogram: Tensor | None = field(default=None, repr=False)  # int64 (num_heads, BINS)
 
     def add(self, work: Work | None, tau: float | None) -> None:
@@ -187,7 +191,9 @@ class WorkReport:
             )
         tiles = sorted({tile for work in self._by_name.values() for tile in work.tiles})
         impls = sorted({impl for work in self._by_name.values() for impl in work.impls})
-        lines.append(f"all: work {self.work_fraction:.1%}; tiles {', '.join(f'{m}x{n}' for m, n in tiles)}; {', '.join(impls)}")
+        lines.append(
+            f"all: work {self.work_fraction:.1%}; tiles {', '.join(f'{m}x{n}' for m, n in tiles)}; {', '.join(impls)}"
+        )
         return "\n".join(lines)
 
 

@@ -157,7 +157,9 @@ def test_what_changes_attention_and_is_not_covered_is_refused(name):
 
 
 def test_other_arguments_are_ignored():
-    out = mala_attention_forward(Layer(), *inputs(), None, use_cache=True, num_items_in_batch=torch.tensor(3), output_router_logits=True)[0]
+    out = mala_attention_forward(
+        Layer(), *inputs(), None, use_cache=True, num_items_in_batch=torch.tensor(3), output_router_logits=True
+    )[0]
     assert torch.equal(out, mala_attention_forward(Layer(), *inputs(), None)[0])
 
 
@@ -194,7 +196,8 @@ def test_a_layer_without_any_setting_has_tau_one():
 
 
 @pytest.mark.parametrize(
-    "mala", [{"tua": 1.0}, {"layers": {"0": "dense"}}, {"tau": -1.0}, {"tau": float("nan")}, {"tau": "1"}, {"tile": [3, 4]}]
+    "mala",
+    [{"tua": 1.0}, {"layers": {"0": "dense"}}, {"tau": -1.0}, {"tau": float("nan")}, {"tau": "1"}, {"tile": [3, 4]}],
 )
 def test_a_setting_that_means_nothing_is_an_error(mala):
     with pytest.raises(ValueError, match=r"config\.mala|tau|tile"):
@@ -224,7 +227,10 @@ def test_a_dense_layer_keeps_packed_sequences_apart():
     lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 14, "max_length_k": 14}
     for window in (None, 3):
         expected = mala_attention_forward(Layer(), *inputs(batch=1), None, sliding_window=window, **lengths)[0]
-        assert_close(mala_attention_forward(Layer(**DENSE), *inputs(batch=1), None, sliding_window=window, **lengths)[0], expected)
+        assert_close(
+            mala_attention_forward(Layer(**DENSE), *inputs(batch=1), None, sliding_window=window, **lengths)[0],
+            expected,
+        )
 
 
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"s_aux": torch.zeros(NUM_HEADS)}])
@@ -242,6 +248,8 @@ def test_gradients_reach_query_key_value_and_sinks():
     out = mala_attention_forward(Layer(), *leaves[:3], None, s_aux=leaves[3])[0]
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
     for gradient, truth in zip(
-        torch.autograd.grad((out * weight).sum(), leaves), torch.autograd.grad((expected * weight).sum(), leaves), strict=True
+        torch.autograd.grad((out * weight).sum(), leaves),
+        torch.autograd.grad((expected * weight).sum(), leaves),
+        strict=True,
     ):
         assert_close(gradient, truth, atol=1e-4, rtol=1e-4)

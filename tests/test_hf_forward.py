@@ -96,7 +96,11 @@ def test_an_encoder_decoder_equals_eager_in_encoder_decoder_and_cross_attention(
 
 def test_an_encoder_decoder_with_a_padded_decoder_equals_eager():
     model = tiny(bart)
-    inputs = {"input_ids": tokens(2, 12), "decoder_input_ids": tokens(2, 9), "decoder_attention_mask": padding(9, (0, 9), (0, 5))}
+    inputs = {
+        "input_ids": tokens(2, 12),
+        "decoder_input_ids": tokens(2, 9),
+        "decoder_attention_mask": padding(9, (0, 9), (0, 5)),
+    }
     real = inputs["decoder_attention_mask"].bool()
     assert_close(logits(model, "mala", inputs, tau=0)[real], logits(model, "eager", inputs)[real], **NOISE)
 
@@ -125,3 +129,14 @@ def test_what_lies_in_a_masked_place_changes_nothing():
         logits(model, "mala", {"input_ids": x, "attention_mask": mask}, tile=SMALL_TILE) for x in (ids, other)
     )
     assert torch.equal(first[mask.bool()], second[mask.bool()])
+
+
+@pytest.mark.parametrize("mask", ["plain", "left"])
+def test_a_compiled_model_computes_the_same(mask):
+    model, (inputs, real) = tiny("qwen2", peaked=4), inputs_of(mask)
+    expected = logits(model, "mala", inputs, tau=0)
+    model.config.mala = {"tau": 0}
+    model.set_attn_implementation("mala")
+    with torch.no_grad():
+        out = torch.compile(model, backend="eager")(**inputs, use_cache=False).logits
+    assert_close(out[real], expected[real], **NOISE)

@@ -28,7 +28,9 @@ STRATEGIES = {
 }
 
 
-def generated(model, name: str, ids: torch.Tensor, mask: torch.Tensor | None = None, mala: dict | None = None, **options):
+def generated(
+    model, name: str, ids: torch.Tensor, mask: torch.Tensor | None = None, mala: dict | None = None, **options
+):
     """New tokens (batch, NEW) and their scores (batch, NEW, vocabulary) with greedy choice."""
     with attention(model, name, **(mala or {})):
         out = model.generate(
@@ -75,7 +77,9 @@ def test_assisted_generation_equals_eager(family):
     ids = tokens(1, PROMPT)
     expected, _ = generated(model, "eager", ids, assistant_model=assistant)
     with attention(assistant, "mala", tau=0):
-        assert generated(model, "mala", ids, None, {"tau": 0}, assistant_model=assistant)[0].tolist() == expected.tolist()
+        assert (
+            generated(model, "mala", ids, None, {"tau": 0}, assistant_model=assistant)[0].tolist() == expected.tolist()
+        )
 
 
 @pytest.mark.parametrize("cache_class", [hf.DynamicCache, hf.StaticCache])
@@ -107,7 +111,9 @@ def test_decoding_goes_on_after_right_padding_that_becomes_a_hole(family, cache_
         with torch.no_grad(), attention(model, name, tau=0):
             cache = cache_class(config=model.config, **size)
             outs = [
-                model(ids[:, step], attention_mask=mask[:, : step.stop], position_ids=positions[:, step], **{CACHE: cache})
+                model(
+                    ids[:, step], attention_mask=mask[:, : step.stop], position_ids=positions[:, step], **{CACHE: cache}
+                )
                 for step in steps
             ]
         return torch.cat([out.logits for out in outs[1:]], 1)

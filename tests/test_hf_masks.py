@@ -64,8 +64,12 @@ def test_padding_is_read_once_for_all_layers(monkeypatch):
 
     reads = []
     monkeypatch.setattr(adapter, "read_padding", reads.append)
-    with pytest.raises(ValueError, match="contiguous"):  # a reader that the mask's mark does not name is asked, and finds nothing
-        logits(tiny("llama"), "mala", {"input_ids": tokens(2, LENGTH), "attention_mask": padding(LENGTH, (0, 40), (9, 40))})
+    with pytest.raises(
+        ValueError, match="contiguous"
+    ):  # a reader that the mask's mark does not name is asked, and finds nothing
+        logits(
+            tiny("llama"), "mala", {"input_ids": tokens(2, LENGTH), "attention_mask": padding(LENGTH, (0, 40), (9, 40))}
+        )
     monkeypatch.undo()
     from mala_hf import masks
 
@@ -126,7 +130,12 @@ def test_an_unmarked_padding_mask_is_checked_by_the_adapter():
 
 @pytest.mark.parametrize(
     "mask",
-    [torch.ones(2, 6), torch.ones(2, 7, dtype=torch.bool), torch.ones(2, 6, 6, dtype=torch.bool), torch.ones(2, 1, 6, 6, dtype=torch.long)],
+    [
+        torch.ones(2, 6),
+        torch.ones(2, 7, dtype=torch.bool),
+        torch.ones(2, 6, 6, dtype=torch.bool),
+        torch.ones(2, 1, 6, 6, dtype=torch.long),
+    ],
     ids=["float", "longer than the keys", "three dimensions", "integer square"],
 )
 def test_a_mask_of_no_known_kind_is_refused(mask):
@@ -160,7 +169,9 @@ def config_of(model_type: str) -> hf.PreTrainedConfig:
 def test_a_pattern_that_is_added_to_the_causal_one_becomes_a_square_mask():
     config = config_of("llama")
     embeddings = torch.empty(1, 6, 0)
-    name = {"past_key_values": None} if "past_key_values" in create_causal_mask.__code__.co_varnames else {"cache": None}
+    name = (
+        {"past_key_values": None} if "past_key_values" in create_causal_mask.__code__.co_varnames else {"cache": None}
+    )
     mask = create_causal_mask(
         config, embeddings, None, **name, or_mask_function=lambda batch, head, q, kv: (q < 3) & (kv < 3)
     )  # fmt: skip
@@ -173,7 +184,9 @@ def test_a_caller_that_wants_the_mask_itself_gets_it():
     config = config_of("mistral")
     config.sliding_window = 4
     embeddings = torch.empty(1, 6, 0)
-    name = {"past_key_values": None} if "past_key_values" in create_causal_mask.__code__.co_varnames else {"cache": None}
+    name = (
+        {"past_key_values": None} if "past_key_values" in create_causal_mask.__code__.co_varnames else {"cache": None}
+    )
     for create in (create_causal_mask, create_sliding_window_causal_mask):
         assert create(config, embeddings, None, **name, allow_is_causal_skip=False).shape == (1, 1, 6, 6)
 
@@ -194,11 +207,15 @@ def test_a_compiled_mask_function_needs_no_values():
     shape = {"batch_size": 2, "q_length": 6, "kv_length": 6}
     assert compiled(**shape) is None
     mask = padding(6, (0, 6), (2, 6)).bool()
-    assert_close(compiled(**shape, attention_mask=mask)[1, 0, 3], torch.tensor([False, False, True, True, False, False]))
+    assert_close(
+        compiled(**shape, attention_mask=mask)[1, 0, 3], torch.tensor([False, False, True, True, False, False])
+    )
 
 
 REFUSED = {
-    "xglm": lambda: hf.XGLMForCausalLM(hf.XGLMConfig(vocab_size=97, d_model=32, ffn_dim=32, num_layers=1, attention_heads=2)),
+    "xglm": lambda: hf.XGLMForCausalLM(
+        hf.XGLMConfig(vocab_size=97, d_model=32, ffn_dim=32, num_layers=1, attention_heads=2)
+    ),
     "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=2)),
     "gptj": lambda: hf.GPTJForCausalLM(hf.GPTJConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=2, rotary_dim=4)),
 }

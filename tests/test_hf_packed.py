@@ -36,7 +36,9 @@ def run(model, ids: torch.Tensor, inputs: dict, **mala) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_sequences_equal_each_sequence_alone(family, announced):
     if family == "qwen2_moe" and announced.startswith("positions") and ANNOUNCED[announced]["use_cache"]:
-        pytest.skip("its sliding layers need a square mask, which Transformers makes without the packing if there is a cache")
+        pytest.skip(
+            "its sliding layers need a square mask, which Transformers makes without the packing if there is a cache"
+        )
     model, ids = tiny(family), tokens(1, TOTAL)
     alone = [logits(model, "eager", {"input_ids": part}) for part in ids.split(LENGTHS, 1)]
     assert_close(run(model, ids, ANNOUNCED[announced], tau=0), torch.cat(alone, 1), **NOISE)
@@ -77,7 +79,11 @@ def test_packed_gradients_equal_those_of_each_sequence_alone():
     gradients = []
     for packed in (True, False):
         model = tiny("llama", attention="mala")
-        parts = [(ids, {"position_ids": POSITIONS, "use_cache": False})] if packed else [(x, {}) for x in ids.split(LENGTHS, 1)]
+        parts = (
+            [(ids, {"position_ids": POSITIONS, "use_cache": False})]
+            if packed
+            else [(x, {}) for x in ids.split(LENGTHS, 1)]
+        )
         sum(model(x, **more).logits.square().sum() for x, more in parts).backward()
         gradients.append([weight.grad for weight in model.parameters()])
     for one, other in zip(*gradients, strict=True):

@@ -132,6 +132,8 @@ def test_a_model_that_runs_something_else_has_an_empty_report_that_says_so():
 
 def test_packed_sequences_are_recorded():
     positions = torch.cat([torch.arange(30), torch.arange(20)])[None]
-    report = recorded(tiny("llama", peaked=4), {"input_ids": tokens(1, 50), "position_ids": positions, "use_cache": False})
+    report = recorded(
+        tiny("llama", peaked=4), {"input_ids": tokens(1, 50), "position_ids": positions, "use_cache": False}
+    )
     assert report.layers[0].rows == 50
     assert report.work_fraction < 1

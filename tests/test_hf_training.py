@@ -13,7 +13,11 @@ import mala_hf
 pytestmark = pytest.mark.transformers
 
 LENGTH = 30
-MASKS = {"plain": None, "left": padding(LENGTH, (0, LENGTH), (8, LENGTH)), "right": padding(LENGTH, (0, LENGTH), (0, 22))}
+MASKS = {
+    "plain": None,
+    "left": padding(LENGTH, (0, LENGTH), (8, LENGTH)),
+    "right": padding(LENGTH, (0, LENGTH), (0, 22)),
+}
 
 
 def step(model, mask: torch.Tensor | None = None, **options) -> tuple[torch.Tensor, list[torch.Tensor]]:

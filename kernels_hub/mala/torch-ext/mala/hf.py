@@ -11,7 +11,7 @@ import warnings
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Callable, Optional, Union
+from typing import Callable, Optional
 
 import torch
 from torch import Tensor
@@ -85,13 +85,16 @@ def layer_settings(module) -> LayerSettings:
     if not isinstance(mala, dict) or not set(mala) <= set(SETTINGS):
         raise ValueError(f"config.mala must be a dict with the keys {SETTINGS}, got {mala!r}: see mala_hf.MalaConfig")
     layers, index = mala.get("layers") or {}, getattr(module, "layer_idx", None)
-    setting: Union[float, str] = layers.get(index, layers.get(str(index), mala.get("tau", 1.0)))
+    setting = layers.get(index, layers.get(str(index), mala.get("tau", 1.0)))
     tile = mala.get("tile")
     if isinstance(setting, str) and setting != DENSE:
-        raise ValueError(f"config.mala: a layer's setting is a tau >= 0 or {DENSE!r}, got {setting!r} for layer {index}")
+        raise ValueError(
+            f"config.mala: a layer's setting is a tau >= 0 or {DENSE!r}, got {setting!r} for layer {index}"
+        )
     return LayerSettings(None if isinstance(setting, str) else setting, None if tile is None else tuple(tile))
 
 
+@torch.compiler.disable  # skipping depends on values: a compiled model breaks its graph here
 def _attend(
     module,
     query: Tensor,
@@ -122,9 +125,10 @@ def _attend(
     with torch.autocast(q.device.type, enabled=False):
         if settings.tau is None:
             if softcap or s_aux is not None:
+                lacking = "a softcap" if softcap else "attention sinks"
                 raise ValueError(
-                    f"layer {getattr(module, 'layer_idx', None)} is set to {DENSE!r}, but has "
-                    f"{'a softcap' if softcap else 'attention sinks'}, which torch's SDPA lacks: set its tau to 0 (full attention) instead"
+                    f"layer {getattr(module, 'layer_idx', None)} is set to {DENSE!r} but has {lacking}, which torch's SDPA lacks: "
+                    "set its tau to 0 (full attention) instead"
                 )
             out = dense_attention(q, k, v, visible, scaling)
         else:
@@ -155,13 +159,17 @@ def _mala(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: dict):
         return (result[0][None], result[1]) if options["return_work"] else result[None]
     if visible.padding is not None:
         padding = visible.padding
-        options.update(leftpad_k=padding.leftpad_k, seqused_k=padding.seqused_k, seqused_q=padding.seqused_q(q.shape[1]))
+        options.update(
+            leftpad_k=padding.leftpad_k, seqused_k=padding.seqused_k, seqused_q=padding.seqused_q(q.shape[1])
+        )
     return mala_attn_func(q, k, v, mask=visible.mask, window=visible.window, **options)
 
 
 def _check_request(query: Tensor, key: Tensor, value: Tensor, dropout: float, kwargs: dict) -> None:
     if any(type(x).__name__ == "DTensor" for x in (query, key, value)):
-        raise ValueError("query, key and value are DTensors: MALA needs local tensors, so use a tensor-parallel plan with local outputs")
+        raise ValueError(
+            "query, key and value are DTensors: MALA needs local tensors, so use a tensor-parallel plan with local outputs"
+        )
     if dropout:
         raise ValueError(
             f"MALA has no attention dropout, got {dropout}: set the config's attention dropout (attention_dropout, "
@@ -169,7 +177,9 @@ def _check_request(query: Tensor, key: Tensor, value: Tensor, dropout: float, kw
         )
     for name, meaning in REFUSED.items():
         if kwargs.get(name) is not None:
-            raise ValueError(f"MALA does not cover {meaning} ({name}): use attn_implementation='sdpa' or 'eager' for this model")
+            raise ValueError(
+                f"MALA does not cover {meaning} ({name}): use attn_implementation='sdpa' or 'eager' for this model"
+            )
     if kwargs.get("output_attentions"):
         _warn_no_weights()
 
@@ -194,7 +204,13 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
 
 
 def _visible(
-    mask: Optional[Tensor], batch: int, seqlen_q: int, seqlen_k: int, causal: bool, sliding_window: Optional[int], kwargs: dict
+    mask: Optional[Tensor],
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    causal: bool,
+    sliding_window: Optional[int],
+    kwargs: dict,
 ) -> Visible:
     side = -1 if sliding_window is None else sliding_window - 1
     window = (side, 0 if causal else side)
@@ -206,7 +222,9 @@ def _visible(
         if shown is not None:
             return Visible(window, packing=(shown, shown))
         if causal and seqlen_q > seqlen_k:
-            raise ValueError(f"causal attention of {seqlen_q} rows over {seqlen_k} keys has no meaning without an attention mask")
+            raise ValueError(
+                f"causal attention of {seqlen_q} rows over {seqlen_k} keys has no meaning without an attention mask"
+            )
         return Visible(window)
     if mask.ndim == 4:
         mask = (mask if mask.dtype == torch.bool else remembered(mask, read_allowed))[..., :seqlen_k]
@@ -222,11 +240,15 @@ def _visible(
         )
     if not causal:
         if mask.shape[1] != seqlen_k:
-            raise ValueError(f"a 2-D mask of non-causal attention must cover all {seqlen_k} keys, got {tuple(mask.shape)}")
+            raise ValueError(
+                f"a 2-D mask of non-causal attention must cover all {seqlen_k} keys, got {tuple(mask.shape)}"
+            )
         return Visible(window, mask=mask.to(torch.bool)[:, None, None, :])
     padding = known_or_read(mask, read_padding)
     if padding is None:
-        raise ValueError("a 2-D attention mask must give each sequence one contiguous block of tokens: pass a 4-D mask for holes")
+        raise ValueError(
+            "a 2-D attention mask must give each sequence one contiguous block of tokens: pass a 4-D mask for holes"
+        )
     if packing is not None and not padding.is_full:
         raise ValueError("both a padding mask and packed sequences (cu_seq_lens_q) were given: pass one of them")
     return Visible(window, padding=padding)
@@ -246,8 +268,16 @@ def _packing_of_lengths(kwargs: dict, batch: int) -> Optional[tuple[Packing, Pac
     return of_q, of_k
 
 
-def _packing_of_positions(position_ids: Optional[Tensor], batch: int, seqlen_q: int, seqlen_k: int) -> Optional[Packing]:
+def _packing_of_positions(
+    position_ids: Optional[Tensor], batch: int, seqlen_q: int, seqlen_k: int
+) -> Optional[Packing]:
     """Packing is looked for where nothing else can be meant: one row of positions, no cache behind it."""
-    if position_ids is None or batch != 1 or seqlen_q == 1 or seqlen_q != seqlen_k or position_ids.shape != (1, seqlen_q):
+    if (
+        position_ids is None
+        or batch != 1
+        or seqlen_q == 1
+        or seqlen_q != seqlen_k
+        or position_ids.shape != (1, seqlen_q)
+    ):
         return None
-    return None if torch.compiler.is_compiling() else remembered(position_ids, read_positions)
+    return remembered(position_ids, read_positions)

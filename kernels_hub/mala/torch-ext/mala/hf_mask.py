@@ -108,18 +108,18 @@ def read_allowed(mask: Tensor) -> Tensor:
 
 def remembered(tensor: Tensor, read: Callable):
     """``read(tensor)``, read once as long as the tensor is not written to (inference tensors can't tell, so they are read again)."""
-    if torch.compiler.is_compiling() or tensor.is_inference():
+    if tensor.is_inference():
         return read(tensor)
     stored = getattr(tensor, "_mala_read", None)
     if stored is None or stored[0] is not read or stored[1] != tensor._version:
         stored = read, tensor._version, read(tensor)
-        tensor._mala_read = stored
+        tensor._mala_read = stored  # type: ignore[attr-defined]
     return stored[2]
 
 
 def mark(mask: Tensor, read: Callable, value) -> Tensor:
     """``mask``, made by us and written to by nobody, with ``read(mask)`` already known."""
-    mask._mala_known = read, value
+    mask._mala_known = read, value  # type: ignore[attr-defined]
     return mask
 
 
