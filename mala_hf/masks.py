@@ -49,28 +49,15 @@ def mala_mask(
     Raises:
         ValueError: if the model of ``config`` computes its own attention and would never ask for MALA.
     """
-    if is_tracing(attention_mask):
-        whole = allow_is_causal_skip and q_length == kv_length and not isinstance(q_offset, Tensor)
-        if whole and mask_function is causal_mask_function and attention_mask is None:
-            return None
-    else:
-        config_type: Any = type(config)
-        check_asks_for_attention(config_type)
-        pattern = None if use_vmap else read_pattern(mask_function)
-        if pattern is not None and pattern.sequences is not None and batch_size == 1 and attention_mask is None:
-            if pattern.window is None or pattern.window >= kv_length or _passes_window(config_type):
-                return _packing_mask(pattern.sequences)
-        elif (
-            pattern is not None
-            and pattern.sequences is None
-            and allow_is_causal_skip
-            and not _is_fixed_shape(q_offset, q_length, pattern)
-        ):
-            seen = int(q_offset) + q_length - kv_offset
-            if pattern.window is None or pattern.window >= seen or _passes_window(config_type):
-                short, mask = _padding_mask(attention_mask, batch_size, kv_offset, seen, kv_length, device)
-                if short:
-                    return mask
+    if not is_tracing(attention_mask):
+        check_asks_for_attention(type(config))
+    request = _Request(
+        batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, allow_is_causal_skip, device, type(config)
+    )  # fmt: skip
+    if not use_vmap:
+        short, mask = _short_mask(request, mask_function)
+        if short:
+            return mask
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -128,36 +115,67 @@ def _made_by(function: Callable) -> str | None:
     return function.__qualname__.split(".")[0] if is_theirs and "<locals>" in function.__qualname__ else None
 
 
-def _is_fixed_shape(q_offset: int | Tensor, q_length: int, pattern: Pattern) -> bool:
+@dataclass(frozen=True)
+class _Request:
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor
+    kv_offset: int
+    attention_mask: Tensor | None
+    may_be_none: bool
+    device: torch.device | str
+    config_type: Any
+
+
+NOT_SHORT = False, None
+
+
+def _short_mask(request: _Request, mask_function: Callable) -> tuple[bool, Tensor | None]:
+    """(True, mask of at most one row per sequence), or NOT_SHORT where one row does not suffice."""
+    r = request
+    if is_tracing(r.attention_mask):  # values and closures cannot be read
+        is_square = r.q_length == r.kv_length and not isinstance(r.q_offset, Tensor)
+        is_plain = is_square and r.may_be_none and mask_function is causal_mask_function and r.attention_mask is None
+        return (True, None) if is_plain else NOT_SHORT
+    pattern = read_pattern(mask_function)
+    if pattern is None:
+        return NOT_SHORT
+    if pattern.sequences is not None:
+        if r.batch_size > 1 or r.attention_mask is not None or _hides_window(pattern, r.kv_length, r.config_type):
+            return NOT_SHORT
+        mask = (pattern.sequences % 2).to(PACKING_DTYPE)
+        return True, mark(mask, read_packing, read_packing(mask))
+    if not r.may_be_none or _has_fixed_shape(request, pattern):
+        return NOT_SHORT
+    seen = int(r.q_offset) + r.q_length - r.kv_offset
+    return NOT_SHORT if _hides_window(pattern, seen, r.config_type) else _padding_mask(request, seen)
+
+
+def _has_fixed_shape(request: _Request, pattern: Pattern) -> bool:
     """Whether a static cache is past its prefill: a compiled decoding step needs masks that do not grow."""
-    return isinstance(q_offset, Tensor) and (q_length == 1 or pattern.window is not None)
+    return isinstance(request.q_offset, Tensor) and (request.q_length == 1 or pattern.window is not None)
 
 
-def _packing_mask(sequences: Tensor) -> Tensor:
-    mask = (sequences % 2).to(PACKING_DTYPE)
-    return mark(mask, read_packing, read_packing(mask))
+def _hides_window(pattern: Pattern, num_keys: int, config_type: Any) -> bool:
+    """Whether a window matters that the model's layers do not pass to their attention function."""
+    return pattern.window is not None and pattern.window < num_keys and not _passes_window(config_type)
 
 
-def _padding_mask(
-    attention_mask: Tensor | None,
-    batch_size: int,
-    kv_offset: int,
-    seen: int,
-    kv_length: int,
-    device: torch.device | str,
-) -> tuple[bool, Tensor | None]:
-    """(True, mask of at most one row per sequence), or (False, None) where one row does not suffice."""
-    if attention_mask is not None:
-        mask = attention_mask[:, kv_offset : kv_offset + seen]
+def _padding_mask(request: _Request, seen: int) -> tuple[bool, Tensor | None]:
+    """The padding mask of the first ``seen`` keys; None if they are all there is and all real."""
+    r = request
+    if r.attention_mask is not None:
+        mask = r.attention_mask[:, r.kv_offset : r.kv_offset + seen]
         padding = read_padding(mask) if mask.shape[1] == seen else None
         if padding is None:
-            return False, None
+            return NOT_SHORT
         if not padding.is_full:
             return True, mark(mask, read_padding, padding)
-    if seen == kv_length:
+    if seen == r.kv_length:
         return True, None
-    mask = torch.ones(batch_size, seen, dtype=torch.bool, device=device)
-    begin, end = (torch.full((batch_size,), n, dtype=torch.int32, device=device) for n in (0, seen))
+    mask = torch.ones(r.batch_size, seen, dtype=torch.bool, device=r.device)
+    begin, end = (torch.full((r.batch_size,), n, dtype=torch.int32, device=r.device) for n in (0, seen))
     return True, mark(mask, read_padding, Padding(begin, end, seen, is_full=True))
 
 
