@@ -12,10 +12,11 @@ from helpers import RETAINED, SKIPPED, check_forward, reference_head
 from inputs import CASES, EMPTY_CASES, FAMILY_CASES, NOT_IN_16_BIT, Case, ids
 
 from mala_hf.ops import forward as forward_module
+from mala_hf.ops.tile_config import TileConfig
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-# cases on which no tile can be skipped, each for a reason
+# families on which the rule skips nothing, or hardly anything
 KEEPS_EVERYTHING = {"flat", "equal_scores", "constant_keys", "sink_heavy"}
 
 
@@ -114,10 +115,7 @@ def test_asking_for_the_work_changes_no_bit_of_the_output(case, device):
 
 def test_two_runs_give_the_same_bits(device):
     call = build(Case(num_heads=4, num_kv_heads=2, batch=2), torch.float16, device)
-    (out, lse, work), (again, lse_again, work_again) = _run(call), _run(call)
-    assert torch.equal(out, again)
-    assert torch.equal(lse, lse_again)
-    assert torch.equal(work.certificate, work_again.certificate)
+    _assert_same_bits(_run(call), _run(call))
 
 
 @pytest.mark.parametrize(
@@ -142,10 +140,7 @@ def test_values_of_tiles_that_every_row_skips_are_never_read(case, device):
     assert skipped_by_all.sum() >= 2, "the input leaves no tile that can be poisoned"
     for kv_head, k_tile in skipped_by_all.nonzero().tolist():
         poisoned[:, k_tile * block_n : (k_tile + 1) * block_n, kv_head] = NAN
-    out, lse, work = _run(call.with_(v=poisoned))
-    assert torch.equal(out, clean[0])
-    assert torch.equal(lse, clean[1])
-    assert torch.equal(work.tiles, clean[2].tiles)
+    _assert_same_bits(_run(call.with_(v=poisoned)), clean)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3, 17])
@@ -200,24 +195,51 @@ def test_float64_is_refused_because_kernels_compute_in_float32():
         call.run("triton")
 
 
-@pytest.mark.gpu
-def test_descriptors_and_pointers_give_the_same_bits(device, monkeypatch):
+def _run_with(monkeypatch: pytest.MonkeyPatch, call, **overrides):
     launch = forward_module.launch_forward
-    for case in (
-        Case(seqlen_q=700, tile=None, num_heads=4, head_dim=128, batch=2),
-        Case(seqlen_q=1, seqlen_k=900, tile=None),
-    ):
-        call = build(case, torch.bfloat16, device)
-        results = []
-        for use_tma in (True, False):
-            monkeypatch.setattr(
-                forward_module, "launch_forward", lambda *args, use_tma=use_tma: launch(*args, use_tma=use_tma)
-            )
-            results.append(_run(call))
-        (out, lse, work), (other, other_lse, other_work) = results
-        assert torch.equal(out, other)
-        assert torch.equal(lse, other_lse)
-        assert torch.equal(work.tiles, other_work.tiles)
+    with monkeypatch.context() as patch:
+        patch.setattr(forward_module, "launch_forward", lambda *args: launch(*args, **overrides))
+        return _run(call)
+
+
+def _assert_same_bits(results, others) -> None:
+    (out, lse, work), (other, other_lse, other_work) = results, others
+    assert torch.equal(out, other)
+    assert torch.equal(lse, other_lse)
+    assert torch.equal(work.tiles, other_work.tiles)
+    assert torch.equal(work.certificate, other_work.certificate)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(seqlen_q=200), Case(seqlen_q=1, seqlen_k=230), Case(softcap=20.0)], ids=lambda c: c.id
+)
+def test_scoring_tiles_in_pairs_changes_no_bit(case, device, monkeypatch):
+    call = build(case, torch.float16, device)
+    single, paired = (TileConfig(*case.tile, num_warps=4, num_stages=2, paired=paired) for paired in (False, True))
+    _assert_same_bits(_run_with(monkeypatch, call, config=single), _run_with(monkeypatch, call, config=paired))
+
+
+def test_pairs_of_tiles_give_the_rules_values_without_the_work_too(device, monkeypatch):
+    """Where the work is not asked for, one vote settles a pair that is skipped."""
+    call = build(Case(seqlen_q=200), torch.float32, device)
+    launch, config = forward_module.launch_forward, TileConfig(16, 16, num_warps=4, num_stages=2, paired=True)
+    expected, expected_lse, work = _run(call)
+    assert (work.tiles == SKIPPED).any()
+    monkeypatch.setattr(forward_module, "launch_forward", lambda *args: launch(*args, config=config))
+    out, lse = call.run("triton", return_lse=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [Case(seqlen_q=700, tile=None, num_heads=4, head_dim=128, batch=2), Case(seqlen_q=1, seqlen_k=900, tile=None)],
+    ids=lambda case: case.id,
+)
+def test_descriptors_and_pointers_give_the_same_bits(case, device, monkeypatch):
+    call = build(case, torch.bfloat16, device)
+    _assert_same_bits(_run_with(monkeypatch, call, use_tma=True), _run_with(monkeypatch, call, use_tma=False))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles what a launch would compile for a GPU that is not here: ``python ahead_of_time.py`` reads launches, prints findings.
+
+The package's own launcher runs up to the kernel call, on small CPU tensors, with a driver that only names the target. It has to be
+a process of its own: under TRITON_INTERPRET, which the other tests need, triton compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# the folder that holds the package "mala": kernels need no transformers
+KERNELS = Path(__file__).parents[1] / "kernels_hub" / "mala" / "torch-ext"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of the forward on one target ("cuda:80", "cuda:90", "hip:gfx942"). ``seqlen_k`` may list several lengths."""
+
+    target: str
+    head_dim: int
+    dtype: str = "bfloat16"
+    phase: str = "prefill"  # or "decode"
+    use_tma: bool = False
+    v_head_dim: int = -1  # -1: head_dim
+    features: bool = False  # window, softcap, sinks, lengths and returned work, instead of plain causal attention
+    mask: bool = False
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    seqlens_k: tuple[int, ...] = (512,)
+    taus: tuple[float, ...] = (1.0,)
+
+    @property
+    def id(self) -> str:
+        return "-".join(
+            [self.target, self.phase, self.dtype, f"D{self.head_dim}"]
+            + [f"DV{self.v_head_dim}"] * (self.v_head_dim > 0)
+            + ["tma"] * self.use_tma
+            + ["features"] * self.features
+            + ["mask"] * self.mask
+        )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one compiled kernel takes. ``spilled_bytes`` per thread and ``registers`` are None where the tool is not at hand."""
+
+    shared_bytes: int
+    num_warps: int
+    registers: int | None = None
+    spilled_bytes: int | None = None
+
+
+def findings(launches: list[Launch], compile_kernels: bool = True) -> list[list[dict]]:
+    """Per launch, the kernels that were compiled, or with ``compile_kernels`` False the distinct ones that would have been."""
+    command = [sys.executable, __file__, "compile" if compile_kernels else "count"]
+    request = json.dumps([asdict(launch) for launch in launches])
+    done = subprocess.run(command, input=request, capture_output=True, text=True, env=_environment(), check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-3000:] + done.stderr[-6000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _environment() -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return environment | {"PYTHONPATH": str(KERNELS), "CUDA_VISIBLE_DEVICES": ""}
+
+
+class _NamedTarget:
+    """A triton driver that can be compiled for, and nothing else."""
+
+    def __init__(self, name: str):
+        from triton.backends.compiler import GPUTarget
+
+        backend, arch = name.split(":")
+        self._target = GPUTarget(backend, int(arch) if backend == "cuda" else arch, 32 if backend == "cuda" else 64)
+
+    def get_current_target(self):
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Warmup:
+    """Stands in for a kernel: launching it compiles it and keeps what came out."""
+
+    def __init__(self, kernel):
+        self.kernel, self.compiled = kernel, []
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.compiled.append(self.kernel.warmup(*args, grid=grid, **kwargs))
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread, and bytes of stack per thread (which is where spilled registers go)."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
+
+
+def _found(kernel) -> Finding:
+    cubin = kernel.asm.get("cubin")
+    if cubin is not None:
+        return Finding(kernel.metadata.shared, kernel.metadata.num_warps, *_resources(cubin))
+    assembly = kernel.asm["amdgcn"]
+    scratch = re.search(r"ScratchSize: (\d+)", assembly)
+    registers = re.search(r"NumVgprs: (\d+)", assembly)
+    return Finding(
+        kernel.metadata.shared,
+        kernel.metadata.num_warps,
+        int(registers[1]) if registers else None,
+        int(scratch[1]) if scratch else None,
+    )
+
+
+def _run(launch: Launch) -> None:
+    import torch
+    from mala import forward
+    from mala.blockwise import Settings
+    from mala.tile_config import tile_config
+    from mala.visibility import fixed_sequences
+
+    dtype = getattr(torch, launch.dtype)
+    v_head_dim = launch.head_dim if launch.v_head_dim < 0 else launch.v_head_dim
+    seqlen_q = 1 if launch.phase == "decode" else 512
+    for seqlen_k in launch.seqlens_k:
+        for tau in launch.taus:
+            q = torch.empty(2, seqlen_q, launch.num_heads, launch.head_dim, dtype=dtype)
+            k = torch.empty(2, seqlen_k, launch.num_kv_heads, launch.head_dim, dtype=dtype)
+            v = torch.empty(2, seqlen_k, launch.num_kv_heads, v_head_dim, dtype=dtype)
+            tile = tile_config(launch.head_dim, v_head_dim, dtype, seqlen_q).tile
+            window, softcap = ((300, 0), 30.0) if launch.features else ((-1, 0), 0.0)
+            lengths = {"seqused_k": torch.tensor([seqlen_k, 1])} if launch.features else {}
+            forward.launch_forward(
+                q,
+                k,
+                v,
+                Settings(tau, launch.head_dim**-0.5, window, softcap, tile),
+                fixed_sequences(2, seqlen_q, seqlen_k, 0, **lengths),
+                sinks=torch.zeros(launch.num_heads) if launch.features else None,
+                mask=torch.ones(2, 1, seqlen_q, seqlen_k, dtype=torch.bool) if launch.mask else None,
+                return_work=launch.features or launch.mask,
+                use_tma=launch.use_tma,
+            )
+
+
+def main(mode: str) -> None:
+    """Launches as JSON on stdin; per launch a list of findings (or of distinct specialisations) as JSON on stdout."""
+    import triton
+    from mala import forward
+
+    kernel, answers = forward.mala_forward_kernel, []
+    for request in json.load(sys.stdin):
+        request |= {"seqlens_k": tuple(request["seqlens_k"]), "taus": tuple(request["taus"])}
+        triton.runtime.driver.set_active(_NamedTarget(request["target"]))
+        kernel.device_caches.clear()
+        keys: dict[str, None] = {}
+        if mode == "count":
+
+            def note(*, key: str, keys: dict = keys, **_) -> bool:
+                keys[key] = None
+                return True  # no need to compile
+
+            triton.knobs.runtime.jit_cache_hook = note
+        warmup = _Warmup(kernel)
+        forward.mala_forward_kernel = warmup
+        _run(Launch(**request))
+        answers.append(list(keys) if mode == "count" else [asdict(_found(compiled)) for compiled in warmup.compiled])
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every shipped launch shape compiles for the GPUs we name, within their shared memory and nearly without spilling."""
+
+from __future__ import annotations
+
+import pytest
+from ahead_of_time import Finding, Launch, findings
+
+from mala_hf.ops.tile_config import DECODE_16BIT, DECODE_32BIT, PREFILL_16BIT, PREFILL_32BIT
+
+# what a thread block may take, in bytes: compute capability 8.0, 9.0 (CUDA programming guide) and MI300's local data share
+SHARED_LIMIT_BYTES = {"cuda:80": 163 * 1024, "cuda:90": 227 * 1024, "hip:gfx942": 64 * 1024}
+# registers that a thread may keep in local memory; float32 products run without tensor cores and need more
+SPILL_LIMIT_BYTES = {"bfloat16": 512, "float16": 512, "float32": 2048}
+
+TABLES = {
+    ("bfloat16", "prefill"): PREFILL_16BIT,
+    ("bfloat16", "decode"): DECODE_16BIT,
+    ("float32", "prefill"): PREFILL_32BIT,
+    ("float32", "decode"): DECODE_32BIT,
+}
+SHIPPED = {
+    (target, dtype): [
+        Launch(target, head_dim, dtype, phase, use_tma=target == "cuda:90")
+        for (table_dtype, phase), table in TABLES.items()
+        if table_dtype == dtype
+        for head_dim in table
+    ]
+    for target in SHARED_LIMIT_BYTES
+    for dtype in ("bfloat16", "float32")
+}
+VARIANTS = [
+    Launch("cuda:80", 128, features=True),
+    Launch("cuda:90", 128, features=True, use_tma=True),
+    Launch("cuda:80", 128, features=True, phase="decode"),
+    Launch("cuda:80", 128, mask=True),
+    Launch("cuda:90", 64, mask=True, use_tma=True),
+    Launch("cuda:90", 128),
+    Launch("cuda:90", 128, phase="decode"),
+    Launch("cuda:80", 72, "float16"),
+    Launch("cuda:90", 192, v_head_dim=128, use_tma=True),
+]
+
+
+def _complaints(launch: Launch, kernels: list[dict]) -> list[str]:
+    complaints = []
+    assert len(kernels) == 1, f"{launch.id}: one kernel was expected"
+    for found in (Finding(**kernel) for kernel in kernels):
+        if found.shared_bytes > SHARED_LIMIT_BYTES[launch.target]:
+            complaints.append(f"{launch.id} takes {found.shared_bytes} bytes of shared memory")
+        if found.spilled_bytes is None or found.spilled_bytes > SPILL_LIMIT_BYTES[launch.dtype]:
+            complaints.append(f"{launch.id} spills {found.spilled_bytes} bytes a thread")
+        if found.registers is None or found.registers * found.num_warps * 32 > 64 * 1024:
+            complaints.append(f"{launch.id} needs {found.registers} registers in each of {found.num_warps} warps")
+    return complaints
+
+
+@pytest.mark.parametrize(("target", "dtype"), SHIPPED, ids=str)
+def test_every_shipped_launch_shape_compiles_and_fits(target, dtype):
+    launches = SHIPPED[target, dtype]
+    results = findings(launches)
+    complaints = [
+        text for launch, kernels in zip(launches, results, strict=True) for text in _complaints(launch, kernels)
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_every_feature_compiles_and_fits():
+    results = findings(VARIANTS)
+    complaints = [
+        text for launch, kernels in zip(VARIANTS, results, strict=True) for text in _complaints(launch, kernels)
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_a_growing_sequence_and_another_tau_compile_nothing_new():
+    """Lengths, strides and tau are runtime values; only a stride that 8 does not divide asks for another kernel."""
+    lengths = (1, 2, 15, 16, 17, 64, 100, 127, 128, 255, 256, 1000, 4096, 70000)
+    launches = [
+        Launch("cuda:90", 128, phase=phase, features=features, seqlens_k=lengths, taus=(0.0, 0.5, 1.0, 3.0))
+        for phase in ("prefill", "decode")
+        for features in (False, True)
+    ]
+    for launch, kernels in zip(launches, findings(launches, compile_kernels=False), strict=True):
+        assert len(kernels) == 1, launch.id
