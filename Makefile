@@ -3,8 +3,8 @@
 
 PYTHON ?= python3
 VENV_FLAGS ?=
-# a pin, so that a test run means the same thing tomorrow; the package itself accepts a range
-TORCH ?= $(if $(findstring system-site-packages,$(VENV_FLAGS)),torch,torch==2.13.0)
+# pins, so that a test run means the same thing tomorrow: torch, and the Triton that its CUDA builds bring. The package accepts a range.
+TORCH ?= $(if $(findstring system-site-packages,$(VENV_FLAGS)),torch triton,torch==2.13.0 triton==3.7.1)
 # the middle of the declared range, and the newest release whose Hub kernels work with kernels 0.17
 TRANSFORMERS ?= transformers==5.22.2
 OLDEST ?= transformers==5.17.0
@@ -27,8 +27,9 @@ PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
+# passive: threads that wait give their core away; on a busy machine the demo takes half the time
 demo: .venv/demo ## full attention and MALA side by side on a real model; results in demo_results/
-	$(BIN)/python -m mala_hf demo $(DEMO_FLAGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m mala_hf demo $(DEMO_FLAGS)
 
 test: lint oldest newest unit ## lint, types, the Transformers tests on both ends of the range, then all tests
 
@@ -56,15 +57,15 @@ clean: ## remove what make made
 .venv/torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is older than 3.10; set PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV_FLAGS) .venv
-	$(PIP) '$(TORCH)'
+	$(PIP) $(TORCH)
 	@touch $@
 
 .venv/demo: .venv/torch pyproject.toml
-	$(PIP) -e '.[demo]' '$(TORCH)' '$(TRANSFORMERS)'
+	$(PIP) -e '.[demo]' $(TORCH) $(TRANSFORMERS)
 	@touch $@
 
 .venv/dev: .venv/torch pyproject.toml
-	$(PIP) -e '.[dev,hub]' '$(TORCH)' '$(TRANSFORMERS)'
+	$(PIP) -e '.[dev,hub]' $(TORCH) $(TRANSFORMERS)
 	@touch $@ .venv/demo
 
 # only Transformers and what it needs, laid over .venv: torch is installed once
