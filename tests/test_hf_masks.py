@@ -10,8 +10,11 @@ from models import NOISE, attention, logits, padding, tiny, tokens
 from torch.testing import assert_close
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from mala_hf import masks
 from mala_hf.masks import mala_mask
+from mala_hf.ops import hf as adapter
 from mala_hf.ops.hf import mala_attention_forward
+from mala_hf.ops.hf_mask import read_padding
 
 pytestmark = pytest.mark.transformers
 
@@ -20,16 +23,16 @@ LENGTH = 40
 
 def seen_masks(model, inputs: dict, monkeypatch) -> list:
     """The mask that each layer's attention function gets."""
-    masks = []
+    seen = []
 
     def spy(module, query, key, value, attention_mask=None, **kwargs):
-        masks.append(attention_mask)
+        seen.append(attention_mask)
         return mala_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     monkeypatch.setitem(hf.AttentionInterface._global_mapping, "mala", spy)
     with torch.no_grad(), attention(model, "mala", tau=0):
         model(**inputs)
-    return masks
+    return seen
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gpt_oss", "mistral"])
@@ -47,36 +50,28 @@ def test_padded_layers_get_one_row_per_sequence(family, monkeypatch):
 
 
 def test_a_layer_that_is_not_told_its_window_gets_a_square_mask(monkeypatch):
-    masks = seen_masks(tiny("qwen2_moe"), {"input_ids": tokens(1, LENGTH)}, monkeypatch)
-    assert masks[0] is None
-    assert masks[1].shape == (1, 1, LENGTH, LENGTH)
+    full, sliding = seen_masks(tiny("qwen2_moe"), {"input_ids": tokens(1, LENGTH)}, monkeypatch)
+    assert full is None
+    assert sliding.shape == (1, 1, LENGTH, LENGTH)
 
 
 def test_holes_get_a_square_mask(monkeypatch):
     mask = padding(LENGTH, (0, LENGTH), (0, LENGTH))
     mask[1, 5] = 0
-    masks = seen_masks(tiny("llama"), {"input_ids": tokens(2, LENGTH), "attention_mask": mask}, monkeypatch)
-    assert masks[0].shape == (2, 1, LENGTH, LENGTH)
+    seen = seen_masks(tiny("llama"), {"input_ids": tokens(2, LENGTH), "attention_mask": mask}, monkeypatch)
+    assert seen[0].shape == (2, 1, LENGTH, LENGTH)
 
 
 def test_padding_is_read_once_for_all_layers(monkeypatch):
-    from mala_hf.ops import hf as adapter
-
+    """Each read is a device synchronisation."""
     reads = []
-    monkeypatch.setattr(adapter, "read_padding", reads.append)
-    with pytest.raises(
-        ValueError, match="contiguous"
-    ):  # a reader that the mask's mark does not name is asked, and finds nothing
-        logits(
-            tiny("llama"), "mala", {"input_ids": tokens(2, LENGTH), "attention_mask": padding(LENGTH, (0, 40), (9, 40))}
-        )
-    monkeypatch.undo()
-    from mala_hf import masks
 
-    real = masks.read_padding
-    monkeypatch.setattr(masks, "read_padding", lambda mask: reads.append(mask) or real(mask))
-    monkeypatch.setattr(adapter, "read_padding", masks.read_padding)
-    reads.clear()
+    def spy(mask):
+        reads.append(mask)
+        return read_padding(mask)
+
+    for module in (masks, adapter):
+        monkeypatch.setattr(module, "read_padding", spy)
     logits(tiny("llama"), "mala", {"input_ids": tokens(2, LENGTH), "attention_mask": padding(LENGTH, (0, 40), (9, 40))})
     assert len(reads) == 1
 

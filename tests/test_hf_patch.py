@@ -146,3 +146,10 @@ def test_a_composite_model_loads_with_mala_for_its_text_only(tmp_path):
     with mala_hf.record_work(model) as report:
         model(tokens(1, 9).clamp(max=90))
     assert list(report.layers) == [0, 1]
+
+
+def test_settings_of_a_composite_model_are_saved_with_its_text_config(tmp_path):
+    patch_model(vision_language_model(), SETTINGS).save_pretrained(tmp_path)
+    loaded = hf.LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert loaded.config.text_config.mala == SETTINGS.to_dict()
+    assert loaded.config.text_config._attn_implementation == "sdpa"

@@ -21,7 +21,6 @@ from .hf_mask import (
     PACKING_DTYPE,
     Packing,
     Visible,
-    known_or_read,
     read_allowed,
     read_packing,
     read_padding,
@@ -232,7 +231,7 @@ def _visible(
             mask = mask & legal_pairs(Visible((-1, -1), packing=packing), seqlen_q, seqlen_k, mask.device)
         return Visible((-1, -1), mask=mask)
     if mask.ndim == 2 and mask.dtype == PACKING_DTYPE:
-        sequences = known_or_read(mask, read_packing)
+        sequences = remembered(mask, read_packing)
         return Visible(window, packing=(sequences, sequences))
     if mask.ndim != 2 or mask.is_floating_point() or mask.shape[1] > seqlen_k:
         raise ValueError(
@@ -244,7 +243,7 @@ def _visible(
                 f"a 2-D mask of non-causal attention must cover all {seqlen_k} keys, got {tuple(mask.shape)}"
             )
         return Visible(window, mask=mask.to(torch.bool)[:, None, None, :])
-    padding = known_or_read(mask, read_padding)
+    padding = remembered(mask, read_padding)
     if padding is None:
         raise ValueError(
             "a 2-D attention mask must give each sequence one contiguous block of tokens: pass a 4-D mask for holes"

@@ -8,16 +8,18 @@ Four kinds reach an attention function here:
 - bool (batch or 1, heads or 1, seqlen_q, seqlen_k): True where attention is allowed, and nothing else applies on top;
 - the same in floating point, if it says no more than a bool one can: 0 where allowed, hugely negative elsewhere.
 
-Reading a mask's values costs a device synchronisation, so what was read stays on the tensor as an attribute.
+Reading a mask's values costs a device synchronisation, so what was read is remembered as long as the tensor lives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 PACKING_DTYPE = torch.int8
 
@@ -106,24 +108,23 @@ def read_allowed(mask: Tensor) -> Tensor:
     return allowed
 
 
-def remembered(tensor: Tensor, read: Callable):
-    """``read(tensor)``, read once as long as the tensor is not written to (inference tensors can't tell, so they are read again)."""
-    if tensor.is_inference():
-        return read(tensor)
-    stored = getattr(tensor, "_mala_read", None)
-    if stored is None or stored[0] is not read or stored[1] != tensor._version:
-        stored = read, tensor._version, read(tensor)
-        tensor._mala_read = stored  # type: ignore[attr-defined]
-    return stored[2]
+# what was read of a tensor: (reader, version of the tensor or None if it never changes, value)
+_read: MutableMapping[Tensor, tuple] = WeakTensorKeyDictionary()
 
 
 def mark(mask: Tensor, read: Callable, value) -> Tensor:
     """``mask``, made by us and written to by nobody, with ``read(mask)`` already known."""
-    mask._mala_known = read, value  # type: ignore[attr-defined]
+    _read[mask] = read, None, value
     return mask
 
 
-def known_or_read(mask: Tensor, read: Callable):
-    """What :func:`mark` left on the mask, else :func:`remembered`."""
-    known = getattr(mask, "_mala_known", None)
-    return known[1] if known is not None and known[0] is read else remembered(mask, read)
+def remembered(tensor: Tensor, read: Callable):
+    """``read(tensor)``, read once as long as nobody writes to the tensor (inference tensors can't tell: they are read again)."""
+    version = None if tensor.is_inference() else tensor._version
+    stored = _read.get(tensor)
+    if stored is not None and stored[0] is read and (stored[1] is None or stored[1] == version):
+        return stored[2]
+    value = read(tensor)
+    if version is not None:
+        _read[tensor] = read, version, value
+    return value
