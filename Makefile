@@ -21,6 +21,8 @@ PIP = $(BIN)/python -m pip install --quiet --no-input
 # one thread per test process: the processes share the cores
 PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup $(PYTEST_FLAGS)
 
+SAY_VERSION = $(BIN)/python -c 'from importlib.metadata import version; print("transformers", version("transformers"))'
+
 .PHONY: help test unit lint format demo clean oldest newest
 .NOTPARALLEL:
 
@@ -42,9 +44,11 @@ unit: .venv/dev ## all tests
 	$(PYTEST)
 
 oldest: .venv/dev .overlays/oldest/done ## the Transformers tests on the oldest supported release
+	@PYTHONPATH=.overlays/oldest $(SAY_VERSION)
 	PYTHONPATH=.overlays/oldest $(PYTEST) -m transformers
 
 newest: .venv/dev .overlays/newest/done ## the Transformers tests on the newest supported release
+	@PYTHONPATH=.overlays/newest $(SAY_VERSION)
 	PYTHONPATH=.overlays/newest $(PYTEST) -m transformers
 
 format: .venv/dev ## rewrite the files as ruff wants them
