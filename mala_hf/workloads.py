@@ -8,8 +8,9 @@ The number of links sets the retained work; ``calibrated_inputs`` finds it by me
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from torch import Tensor
@@ -76,16 +77,15 @@ def peaked_inputs(
 def calibrated_inputs(
     seqlen: int, slots: float, measure: Callable[[Inputs], float], *, tolerance: float = 0.05, steps: int = 12, **shape
 ) -> Inputs:
-    """Peaked inputs for which ``measure`` (retained key slots per query) comes within ``tolerance`` of ``slots``, or as near as it gets."""
+    """Peaked inputs for which ``measure`` (retained key slots per query) comes nearest to ``slots``; stops within ``tolerance``."""
     low, high = 0.0, 2.0 * slots / SEGMENT
-    best = None
+    best: tuple[float, Inputs] = (math.inf, peaked_inputs(seqlen, links=low, **shape))
     for _ in range(steps):
         inputs = peaked_inputs(seqlen, links=(low + high) / 2, **shape)
         got = measure(inputs)
-        if best is None or abs(got - slots) < abs(best[0] - slots):
+        if abs(got - slots) < abs(best[0] - slots):
             best = (got, inputs)
         if abs(got - slots) <= tolerance * slots:
             break
         low, high = (inputs.links, high) if got < slots else (low, inputs.links)
-    assert best is not None
     return best[1]

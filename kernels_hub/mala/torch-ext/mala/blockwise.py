@@ -76,8 +76,12 @@ class _QueryTile:
         self.mask = None if mask is None else mask[..., rows, :]  # (B, K or 1, G or 1, M, seqlen_k)
         position = torch.arange(rows.start, rows.stop, device=q.device) + seqlen_k - seqlen_q
         self.low, self.high = visible_range(position, seqlen_k, settings.window)  # (M,)
-        ends = torch.tensor([rows.start, rows.stop - 1]) + seqlen_k - seqlen_q  # both grow with the row: the ends bound all rows
-        (min_low, self.all_low), (self.all_high, max_high) = (x.tolist() for x in visible_range(ends, seqlen_k, settings.window))
+        ends = (
+            torch.tensor([rows.start, rows.stop - 1]) + seqlen_k - seqlen_q
+        )  # both grow with the row: the ends bound all rows
+        (min_low, self.all_low), (self.all_high, max_high) = (
+            x.tolist() for x in visible_range(ends, seqlen_k, settings.window)
+        )
         visible = self.high - self.low
         if self.mask is not None:
             keys = torch.arange(seqlen_k, device=q.device)
@@ -87,12 +91,16 @@ class _QueryTile:
         first, last = min_low // block_n, math.ceil(max_high / block_n)
         step = max(1, KEYS_PER_CHUNK // block_n)
         # whole tiles, from the diagonal toward earlier keys
-        self.chunks = [(max(first, end - step) * block_n, min(end * block_n, seqlen_k)) for end in range(last, first, -step)]
+        self.chunks = [
+            (max(first, end - step) * block_n, min(end * block_n, seqlen_k)) for end in range(last, first, -step)
+        ]
 
     def scores(self, start: int, stop: int) -> tuple[Tensor, Optional[Tensor]]:
         """Scores (B, K, G, M, N) of keys start to stop, -inf where illegal, and the legal pairs (None: all legal)."""
         b, kv_heads, groups, m, d = self.q.shape
-        scores = (self.q.reshape(b, kv_heads, groups * m, d) @ self.k[:, :, start:stop].mT).view(b, kv_heads, groups, m, stop - start)
+        scores = (self.q.reshape(b, kv_heads, groups * m, d) @ self.k[:, :, start:stop].mT).view(
+            b, kv_heads, groups, m, stop - start
+        )
         if self.settings.softcap:
             scores = self.settings.softcap * torch.tanh(scores / self.settings.softcap)
         legal = None
@@ -132,11 +140,18 @@ def _query_tiles(seqlen_q: int, block_m: int) -> list[slice]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, settings: Settings, sequences: Sequences, sinks: Optional[Tensor], mask: Optional[Tensor]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    settings: Settings,
+    sequences: Sequences,
+    sinks: Optional[Tensor],
+    mask: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, lse, tiles, certificate of q (batch, seqlen_q, H, D), k, v; computed in float32 (float64 for float64 inputs).
 
-    Returns out like q with v's head_dim, lse and certificate (batch, H, seqlen_q) in the computing dtype, tiles int8 (num_sequences, H, q_tiles, k_tiles).
+    Returns out like q with v's head_dim, lse and certificate (batch, H, seqlen_q) in the computing dtype, and tiles int8
+    (num_sequences, H, q_tiles, k_tiles).
     """
     batch, seqlen_q, num_heads, _ = q.shape
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -154,11 +169,15 @@ def forward(
         kv_heads = k.shape[2]
         q_heads = _heads_first(q[b, q_begin:q_end], kv_heads).to(compute)
         k_heads, v_heads = (x[b, k_begin:k_end].transpose(1, 2).to(compute) for x in (k, v))
-        group_mask = _grouped_mask(None if mask is None else mask[b if mask.shape[0] > 1 else slice(0, 1)], kv_heads, seqlen_q)
+        group_mask = _grouped_mask(
+            None if mask is None else mask[b if mask.shape[0] > 1 else slice(0, 1)], kv_heads, seqlen_q
+        )
         group_mask = None if group_mask is None else group_mask[..., q_begin:q_end, :]
         for index, rows in enumerate(_query_tiles(q_end - q_begin, block_m)):
             tile = _QueryTile(q_heads, k_heads, (q_end - q_begin, k_end - k_begin), rows, settings, group_mask)
-            tile_out, tile_lse, tile_certificate = _forward_tile(tile, v_heads, tiles[seq, :, index].unflatten(1, (kv_heads, -1)))
+            tile_out, tile_lse, tile_certificate = _forward_tile(
+                tile, v_heads, tiles[seq, :, index].unflatten(1, (kv_heads, -1))
+            )
             if sinks is not None:
                 with_sink = torch.logaddexp(tile_lse, sinks.to(compute).view(kv_heads, -1, 1))
                 tile_out *= torch.exp(_finite(tile_lse) - _finite(with_sink))[..., None]
@@ -188,7 +207,9 @@ def _forward_tile(tile: _QueryTile, v: Tensor, tiles: Tensor) -> tuple[Tensor, T
         retained = retained.flip(-1)  # (B, K, G, T)
         first = start // block_n
         visible = (tile_max > NEG_INF).any(3)
-        tiles[..., first : first + retained.shape[-1]] = torch.where(retained, RETAINED, SKIPPED).to(torch.int8) * visible
+        tiles[..., first : first + retained.shape[-1]] = (
+            torch.where(retained, RETAINED, SKIPPED).to(torch.int8) * visible
+        )
 
         contribution = torch.exp(tile_max - _finite(new_lse)[..., None])  # (B, K, G, M, T)
         decay = torch.exp(lse - _finite(new_lse))
@@ -230,7 +251,9 @@ def backward(
         q_heads, do_heads = (_heads_first(x[b, q_begin:q_end], kv_heads).to(compute) for x in (q, do))
         k_heads, v_heads = (x[b, k_begin:k_end].transpose(1, 2).to(compute) for x in (k, v))
         dk_heads, dv_heads = (x[b, k_begin:k_end].transpose(1, 2) for x in (dk, dv))
-        group_mask = _grouped_mask(None if mask is None else mask[b if mask.shape[0] > 1 else slice(0, 1)], kv_heads, q.shape[1])
+        group_mask = _grouped_mask(
+            None if mask is None else mask[b if mask.shape[0] > 1 else slice(0, 1)], kv_heads, q.shape[1]
+        )
         group_mask = None if group_mask is None else group_mask[..., q_begin:q_end, :]
         for index, rows in enumerate(_query_tiles(q_end - q_begin, block_m)):
             where = slice(q_begin + rows.start, q_begin + rows.stop)

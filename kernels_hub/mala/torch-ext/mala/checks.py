@@ -28,7 +28,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ndim
         if x.device != q.device:
             raise ValueError(f"q, k and v must be on one device, got q on {q.device} and {name} on {x.device}")
         if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise ValueError(f"{name}'s last dimension must be contiguous, got strides {x.stride()}: call .contiguous()")
+            raise ValueError(
+                f"{name}'s last dimension must be contiguous, got strides {x.stride()}: call .contiguous()"
+            )
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k and v must agree in all but head_dim, got {tuple(k.shape)} and {tuple(v.shape)}")
     if ndim == 4 and q.shape[0] != k.shape[0]:
@@ -37,7 +39,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ndim
         raise ValueError(f"q and k must share head_dim, got {q.shape[-1]} and {k.shape[-1]}")
     num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"the number of key-value heads must divide that of query heads, got {num_heads} and {num_kv_heads}")
+        raise ValueError(
+            f"the number of key-value heads must divide that of query heads, got {num_heads} and {num_kv_heads}"
+        )
     for name, dim in (("head_dim", q.shape[-1]), ("value head_dim", v.shape[-1])):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(f"{name} must be 1 to {MAX_HEAD_DIM}, got {dim}")
@@ -58,7 +62,9 @@ def check_numbers(*, tau: float, softmax_scale: float, softcap: float, window, t
         raise ValueError(f"softcap must be finite and >= 0 (0: none), got {softcap!r}")
     if len(window) != 2 or not all(isinstance(side, int) and side >= -1 for side in window):
         raise ValueError(f"window must be two integers (left, right) >= -1 (-1: unlimited), got {window!r}")
-    if tile is not None and not (len(tile) == 2 and all(isinstance(n, int) and n >= 1 and n & (n - 1) == 0 for n in tile)):
+    if tile is not None and not (
+        len(tile) == 2 and all(isinstance(n, int) and n >= 1 and n & (n - 1) == 0 for n in tile)
+    ):
         raise ValueError(f"tile must be two powers of two (BLOCK_M, BLOCK_N), got {tile!r}")
 
 
@@ -87,6 +93,8 @@ def normalized_mask(mask: Optional[Tensor], q: Tensor, k: Tensor, has_lengths: b
         raise ValueError(f"mask must be on q's device {q.device}, got {mask.device}")
     shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     if mask.ndim > 4 or any(have not in (1, want) for have, want in zip(shape, target)):
-        raise ValueError(f"mask must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = {target}, got {tuple(mask.shape)}")
+        raise ValueError(
+            f"mask must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = {target}, got {tuple(mask.shape)}"
+        )
     mask = mask.reshape(shape)
     return mask.expand(-1, -1, -1, target[3])

@@ -16,93 +16,26 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import forward_hopper
 from .blockwise import Settings
-from .rule import is_pair_retained, is_tile_retained, limit_of, log2_threshold, online_softmax_step
+from .rule import log2_threshold
 from .tile_config import TileConfig, padded_head_dim, tile_config
+from .tile_steps import LOG2_E, allocate, legal_pairs, score_tile
+from .tma import by_head_view, has_tma
 from .visibility import Sequences, visible_keys_under_mask
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
-RUNTIME_VALUES = (
-    ["stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh"]
-    + ["stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_mb", "stride_mh", "stride_ms", "stride_nb", "stride_nh"]
-    + ["stride_tb", "stride_th", "stride_tm", "q_begin", "q_end", "k_begin", "k_end", "num_q_tiles", "num_heads", "num_kv_groups"]
-    + ["window_left", "window_right", "scale_log2", "softcap_log2", "tau"]
-)
-
-
-@triton.jit
-def _load_tile(x, base, batch, head, first_row, row, num_rows, dim, stride, WIDTH: tl.constexpr, IS_EDGE: tl.constexpr,
-               USE_TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """(BLOCK_N, BLOCK_D) rows of K or V, zero beyond the sequence and beyond head_dim. ``x``: descriptor or pointer."""
-    if USE_TMA:
-        tile = x.load([batch, head, (first_row + row).to(tl.int32), 0]).reshape(BLOCK_N, BLOCK_D)
-        if IS_EDGE:
-            tile = tl.where((row + tl.arange(0, BLOCK_N) < num_rows)[:, None], tile, 0.0)
-    else:
-        rows = row + tl.arange(0, BLOCK_N)
-        pointers = x + base + (first_row + rows).to(tl.int64)[:, None] * stride + dim[None, :]
-        if IS_EDGE:
-            tile = tl.load(pointers, mask=(rows < num_rows)[:, None] & (dim < WIDTH)[None, :], other=0.0)
-        elif WIDTH != BLOCK_D:
-            tile = tl.load(pointers, mask=(dim < WIDTH)[None, :], other=0.0)
-        else:
-            tile = tl.load(pointers)
-    return tile
-
-
-@triton.jit
-def _score_tile(q_tile, k, base, batch, kv_head, k_begin, start_n, seqlen_k, stride_ks, scale_log2, softcap_log2,
-                HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr,
-                USE_TMA: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
-    """(BLOCK_M, BLOCK_N) unmasked scores; log2 units with a softcap, else still to be multiplied by scale_log2."""
-    k_tile = _load_tile(k, base, batch, kv_head, k_begin, start_n, seqlen_k, tl.arange(0, BLOCK_D), stride_ks,
-                        HEAD_DIM, IS_EDGE and not USE_TMA, USE_TMA, BLOCK_N, BLOCK_D)  # fmt: skip
-    scores = tl.dot(q_tile, k_tile.T, input_precision=DOT_PRECISION)
-    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
-        exponent = scores * (2.0 * LOG2_E * scale_log2 / softcap_log2)
-        scores = softcap_log2 * (1.0 - 2.0 / (tl.exp2(exponent) + 1.0))
-    return scores
-
-
-@triton.jit
-def _legal_pairs(keys, position, row_exists, seqlen_k, mask_base, window_left, window_right,
-                 HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
-    """Bool (BLOCK_M, BLOCK_N): rows aligned with ``position`` may see ``keys``."""
-    legal = (keys < seqlen_k)[None, :] & row_exists[:, None]
-    if HAS_LEFT:
-        legal &= keys[None, :] >= position[:, None] - window_left
-    if HAS_RIGHT:
-        legal &= keys[None, :] <= position[:, None] + window_right
-    if HAS_MASK:
-        legal &= tl.load(mask_base[:, None] + keys[None, :], mask=legal, other=0) != 0
-    return legal
-
-
-@triton.jit
-def _allocate(scores, to_log2, tile_max, legal_keys, v, base, batch, kv_head, k_begin, start_n, seqlen_k, stride_vs,
-              tiles_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
-              V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, IS_EDGE: tl.constexpr,
-              USE_TMA: tl.constexpr, RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
-    """The rule's step for one scored tile: post-score work where it is retained, its certificate where it is skipped."""
-    retained = is_tile_retained(tile_max, limit)
-    if RETURN_WORK:
-        code = 1 + retained.to(tl.int8)
-        if IS_EDGE:
-            code *= (tl.max(tile_max, 0) > float("-inf")).to(tl.int8)
-        tl.store(tiles_base + index, code)
-    if retained:
-        v_tile = _load_tile(v, base, batch, kv_head, k_begin, start_n, seqlen_k, tl.arange(0, BLOCK_DV), stride_vs,
-                            V_HEAD_DIM, IS_EDGE, USE_TMA, BLOCK_N, BLOCK_DV)  # fmt: skip
-        p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, IS_EDGE)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=DOT_PRECISION)
-        limit = limit_of(row_max, row_sum, threshold_log2, row_exists)
-        if RETURN_WORK:
-            omitted *= decay
-    elif RETURN_WORK:
-        omitted += legal_keys * tl.exp2(tile_max - tl.where(row_max == float("-inf"), 0.0, row_max))
-    return row_max, row_sum, acc, limit, omitted
+# values that differ from call to call; none of them may cost a recompile
+# fmt: off
+RUNTIME_VALUES = [
+    "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
+    "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_mb", "stride_mh", "stride_ms", "stride_nb",
+    "stride_nh", "stride_tb", "stride_th", "stride_tm", "q_begin", "q_end", "k_begin", "k_end", "num_q_tiles", "num_heads",
+    "num_kv_groups", "window_left", "window_right", "scale_log2", "softcap_log2", "tau",
+]
+# fmt: on
 
 
 @triton.jit
@@ -118,52 +51,19 @@ def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_
     for step in tl.range(0, last - first):
         index = last - 1 - step
         start_n = index * BLOCK_N
-        scores = _score_tile(q_tile, k, k_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_ks, scale_log2, softcap_log2,
+        scores = score_tile(q_tile, k, k_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_ks, scale_log2, softcap_log2,
                              HEAD_DIM, BLOCK_N, BLOCK_D, IS_EDGE, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
         legal_keys = BLOCK_N
         if IS_EDGE:
-            legal = _legal_pairs(start_n + tl.arange(0, BLOCK_N), position, row_exists, seqlen_k, mask_base,
+            legal = legal_pairs(start_n + tl.arange(0, BLOCK_N), position, row_exists, seqlen_k, mask_base,
                                  window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_MASK)  # fmt: skip
             scores = tl.where(legal, scores, float("-inf"))
             legal_keys = tl.sum(legal.to(tl.int32), 1)
         tile_max = tl.max(scores, 1) * to_log2  # (BLOCK_M,)
-        row_max, row_sum, acc, limit, omitted = _allocate(
+        row_max, row_sum, acc, limit, omitted = allocate(
             scores, to_log2, tile_max, legal_keys, v, v_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_vs,
             tiles_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
             V_HEAD_DIM, BLOCK_N, BLOCK_DV, IS_EDGE, USE_TMA, RETURN_WORK, DOT_PRECISION)  # fmt: skip
-    return row_max, row_sum, acc, limit, omitted
-
-
-@triton.jit
-def _visit_tile_pairs(q_tile, k, v, k_base, v_base, tiles_base, batch, kv_head, k_begin, seqlen_k, row_exists,
-                      threshold_log2, row_max, row_sum, acc, limit, omitted, first, last, stride_ks, stride_vs,
-                      scale_log2, softcap_log2,
-                      HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                      BLOCK_DV: tl.constexpr, USE_TMA: tl.constexpr, HAS_SOFTCAP: tl.constexpr, RETURN_WORK: tl.constexpr,
-                      DOT_PRECISION: tl.constexpr):  # fmt: skip
-    """Whole key tiles last - 1 down to first, an even number of them, two at a time.
-
-    Where both are skipped, which one vote of all rows settles, the limit stands still between them: the outcome is that of one
-    tile after the other.
-    """
-    to_log2 = 1.0 if HAS_SOFTCAP else scale_log2
-    for step in tl.range(0, (last - first) // 2):
-        index = last - 1 - 2 * step
-        near = _score_tile(q_tile, k, k_base, batch, kv_head, k_begin, index * BLOCK_N, seqlen_k, stride_ks, scale_log2,
-                           softcap_log2, HEAD_DIM, BLOCK_N, BLOCK_D, False, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
-        far = _score_tile(q_tile, k, k_base, batch, kv_head, k_begin, (index - 1) * BLOCK_N, seqlen_k, stride_ks, scale_log2,
-                          softcap_log2, HEAD_DIM, BLOCK_N, BLOCK_D, False, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
-        near_max = tl.max(near, 1) * to_log2
-        far_max = tl.max(far, 1) * to_log2
-        if is_pair_retained(near_max, far_max, limit) or RETURN_WORK:
-            row_max, row_sum, acc, limit, omitted = _allocate(
-                near, to_log2, near_max, BLOCK_N, v, v_base, batch, kv_head, k_begin, index * BLOCK_N, seqlen_k, stride_vs,
-                tiles_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
-                V_HEAD_DIM, BLOCK_N, BLOCK_DV, False, USE_TMA, RETURN_WORK, DOT_PRECISION)  # fmt: skip
-            row_max, row_sum, acc, limit, omitted = _allocate(
-                far, to_log2, far_max, BLOCK_N, v, v_base, batch, kv_head, k_begin, (index - 1) * BLOCK_N, seqlen_k, stride_vs,
-                tiles_base, index - 1, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
-                V_HEAD_DIM, BLOCK_N, BLOCK_DV, False, USE_TMA, RETURN_WORK, DOT_PRECISION)  # fmt: skip
     return row_max, row_sum, acc, limit, omitted
 
 
@@ -176,7 +76,7 @@ def mala_forward_kernel(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_TMA: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    RETURN_WORK: tl.constexpr, PAIRED: tl.constexpr, DOT_PRECISION: tl.constexpr,
+    RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one head. q, k, v, out strides count STRIDE_UNIT elements, so that their divisibility needs no recompile."""
     program = tl.program_id(0)
@@ -256,27 +156,23 @@ def mala_forward_kernel(
         edge_low = first
     tiles_base = head64
     if RETURN_WORK:
-        tiles_base = tiles_ptr + tl.cast(sequence, tl.int64) * stride_tb + head64 * stride_th + q_tile_index.to(tl.int64) * stride_tm
+        tiles_base = (
+            tiles_ptr
+            + tl.cast(sequence, tl.int64) * stride_tb
+            + head64 * stride_th
+            + q_tile_index.to(tl.int64) * stride_tm
+        )
     row_max, row_sum, acc, limit, omitted = _visit_tiles(
         q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
         threshold_log2, row_max, row_sum, acc, limit, omitted, edge_high, last, stride_ks * STRIDE_UNIT, stride_vs * STRIDE_UNIT,
         window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
         True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
     if not HAS_MASK:
-        single = edge_low
-        if PAIRED:
-            single = edge_high - (edge_high - edge_low) % 2
         row_max, row_sum, acc, limit, omitted = _visit_tiles(
             q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
-            threshold_log2, row_max, row_sum, acc, limit, omitted, single, edge_high, stride_ks * STRIDE_UNIT,
+            threshold_log2, row_max, row_sum, acc, limit, omitted, edge_low, edge_high, stride_ks * STRIDE_UNIT,
             stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N,
             BLOCK_D, BLOCK_DV, False, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
-        if PAIRED:
-            row_max, row_sum, acc, limit, omitted = _visit_tile_pairs(
-                q_tile, k, v, k_base, v_base, tiles_base, batch, kv_head, k_begin, seqlen_k, row_exists, threshold_log2, row_max,
-                row_sum, acc, limit, omitted, edge_low, single, stride_ks * STRIDE_UNIT, stride_vs * STRIDE_UNIT, scale_log2,
-                softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, USE_TMA, HAS_SOFTCAP, RETURN_WORK,
-                DOT_PRECISION)  # fmt: skip
         if HAS_LEFT:
             row_max, row_sum, acc, limit, omitted = _visit_tiles(
                 q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
@@ -308,22 +204,9 @@ def mala_forward_kernel(
         tl.store(certificate_ptr + row_base + rows, omitted * inverse, mask=row_exists)
 
 
-def _has_tma(x: Tensor) -> bool:
-    """Can the tensor-memory accelerator read x (batch, seqlen, heads, head_dim)?"""
-    if not x.is_cuda or torch.version.hip or torch.cuda.get_device_capability(x.device)[0] < 9 or x.numel() == 0:
-        return False
-    strides = [stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
-
-
-def _descriptor(x: Tensor, block_n: int, block_d: int):
-    """Descriptor of x (batch, seqlen, heads, head_dim), read as (1, 1, block_n, block_d) blocks of (batch, heads, seqlen, head_dim)."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    by_head = x.transpose(1, 2)
-    unused = by_head.shape[-1] * 16  # the stride of a dimension of size 1 is never used but must be valid
-    strides = [stride if size > 1 else unused for stride, size in zip(by_head.stride()[:-1], by_head.shape)] + [1]
-    return TensorDescriptor(x, list(by_head.shape), strides, [1, 1, block_n, block_d])
+def _descriptor(x: Tensor, block_n: int, block_d: int) -> TensorDescriptor:
+    shape, strides = by_head_view(x)
+    return TensorDescriptor(x, shape, strides, [1, 1, block_n, block_d])
 
 
 def launch_forward(
@@ -337,10 +220,12 @@ def launch_forward(
     return_work: bool,
     config: Optional[TileConfig] = None,
     use_tma: Optional[bool] = None,
+    use_hopper: Optional[bool] = None,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     """out, lse, tiles, certificate; arguments and shapes as :func:`blockwise.forward`, the last two None unless ``return_work``.
 
-    ``config`` and ``use_tma`` override the shipped launch shape and the choice of loads, for measurements and tests.
+    ``config``, ``use_tma`` and ``use_hopper`` override the shipped launch shape, the choice of loads and of the kernel, for
+    measurements and tests.
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
     v_head_dim = v.shape[-1]
@@ -355,7 +240,9 @@ def launch_forward(
     lse = torch.empty(batch, num_heads, seqlen_q, dtype=torch.float32, device=q.device)
     tiles = certificate = None
     if return_work:
-        tiles = torch.zeros(sequences.num_sequences, num_heads, num_q_tiles, num_k_tiles, dtype=torch.int8, device=q.device)
+        tiles = torch.zeros(
+            sequences.num_sequences, num_heads, num_q_tiles, num_k_tiles, dtype=torch.int8, device=q.device
+        )
         certificate = torch.zeros_like(lse)
     if sequences.bounds is not None or sequences.common[0] > 0:  # rows that see no key are not visited
         out.zero_()
@@ -363,15 +250,24 @@ def launch_forward(
     if out.numel() == 0 or num_q_tiles == 0:
         return out, lse, tiles, certificate
 
+    if use_hopper is None:
+        use_hopper = q.is_cuda and not torch.version.hip and forward_hopper.supports(q, k, v, sequences, mask, config)
+    if use_hopper:
+        forward_hopper.launch_forward_hopper(q, k, v, out, lse, tiles, certificate, settings, sequences, sinks, config)
+        return out, lse, tiles, certificate
     if use_tma is None:
-        use_tma = _has_tma(k) and _has_tma(v)
+        use_tma = has_tma(k) and has_tma(v)
     block_d, block_dv = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     strides = [stride for x in (q, k, v, out) for stride in x.stride()[:3]]
     unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
     mask_strides, visible_strides, visible = (0, 0, 0), (0, 0), None
     if mask is not None:
         visible = visible_keys_under_mask(mask, seqlen_q, settings.window).expand(batch, num_heads, -1)
-        mask = (mask if mask.stride(-1) == 1 else mask.contiguous()).expand(batch, num_heads, seqlen_q, -1).view(torch.int8)
+        mask = (
+            (mask if mask.stride(-1) == 1 else mask.contiguous())
+            .expand(batch, num_heads, seqlen_q, -1)
+            .view(torch.int8)
+        )
         mask_strides, visible_strides = mask.stride()[:3], visible.stride()[:2]
     left, right = settings.window
     grid = (num_q_tiles * num_heads * sequences.num_sequences,)
@@ -418,7 +314,6 @@ def launch_forward(
             HAS_SOFTCAP=settings.softcap > 0,
             HAS_SINKS=sinks is not None,
             RETURN_WORK=return_work,
-            PAIRED=config.paired,
             DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=config.num_warps,
             num_stages=config.num_stages,

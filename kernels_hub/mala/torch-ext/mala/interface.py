@@ -73,7 +73,13 @@ def mala_attn_func(
     has_lengths = any(lengths is not None for lengths in (seqused_q, seqused_k, leftpad_k))
     mask = normalized_mask(mask, q, k, has_lengths)
     sequences = fixed_sequences(
-        q.shape[0], q.shape[1], k.shape[1], settings.window[1], seqused_q=seqused_q, seqused_k=seqused_k, leftpad_k=leftpad_k
+        q.shape[0],
+        q.shape[1],
+        k.shape[1],
+        settings.window[1],
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
     )
     call = _Call(settings, sequences, _implementation(impl, q), return_work)
     out, lse, work = _attend(q, k, v, sinks, mask, call)
@@ -199,7 +205,9 @@ def _implementation(impl: str, q: Tensor) -> str:
     if impl == "triton" and q.dtype == torch.float64:
         raise ValueError("the Triton kernels compute in float32 at most: use impl='blockwise' for float64")
     if impl == "triton" and not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"impl='triton' needs tensors on a GPU, got {q.device}; on the CPU use impl='blockwise' or 'auto'")
+        raise ValueError(
+            f"impl='triton' needs tensors on a GPU, got {q.device}; on the CPU use impl='blockwise' or 'auto'"
+        )
     return impl
 
 

@@ -40,7 +40,9 @@ class HeadResult:
     margin: Tensor
 
 
-def legal_pairs(seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1), mask: Optional[Tensor] = None) -> Tensor:
+def legal_pairs(
+    seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1), mask: Optional[Tensor] = None
+) -> Tensor:
     """Bool (M, N): may row i see key j. Row i is aligned with key i + N - M; ``window`` counts keys left and right of it (-1: all).
 
     Causal attention is ``window=(left, 0)``.
@@ -214,7 +216,14 @@ def split_decode_head(
 
 
 def full_attention_head(
-    q: Tensor, k: Tensor, v: Tensor, legal: Tensor, *, softmax_scale: float, softcap: float = 0.0, sink: Optional[Tensor] = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    legal: Tensor,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    sink: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Full attention of one head: out (M, E), lse (M,), p (M, N). Rows that see nothing give zeros."""
     scores = scores_of(q, k, softmax_scale, softcap).masked_fill(~legal, -math.inf)  # (M, N)
@@ -261,7 +270,9 @@ def _numbers(settings, sinks: Optional[Tensor], head: int, dtype: torch.dtype) -
     }
 
 
-def forward_sequences(q: Tensor, k: Tensor, v: Tensor, settings, sequences, sinks: Optional[Tensor], mask: Optional[Tensor]):
+def forward_sequences(
+    q: Tensor, k: Tensor, v: Tensor, settings, sequences, sinks: Optional[Tensor], mask: Optional[Tensor]
+):
     """out, lse, tiles, certificate of a whole call, head by head; float32, or float64 for float64 inputs."""
     batch, seqlen_q, num_heads, _ = q.shape
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -270,10 +281,15 @@ def forward_sequences(q: Tensor, k: Tensor, v: Tensor, settings, sequences, sink
     if sinks is not None:
         lse[:] = sinks.to(compute)[:, None]
     certificate = torch.zeros_like(lse)
-    q_tiles, k_tiles = math.ceil(sequences.max_seqlen_q / settings.tile[0]), math.ceil(sequences.max_seqlen_k / settings.tile[1])
+    q_tiles, k_tiles = (
+        math.ceil(sequences.max_seqlen_q / settings.tile[0]),
+        math.ceil(sequences.max_seqlen_k / settings.tile[1]),
+    )
     tiles = torch.zeros(sequences.num_sequences, num_heads, q_tiles, k_tiles, dtype=torch.int8, device=q.device)
     for sequence, b, head, kv_head, rows, keys, legal in _heads(q, k, v, settings, sequences, mask):
-        operands = (x[b, part, h].to(compute) for x, part, h in ((q, rows, head), (k, keys, kv_head), (v, keys, kv_head)))
+        operands = (
+            x[b, part, h].to(compute) for x, part, h in ((q, rows, head), (k, keys, kv_head), (v, keys, kv_head))
+        )
         result = forward_head(*operands, legal, **_numbers(settings, sinks, head, compute))
         out[b, rows, head] = result.out.to(out.dtype)
         lse[b, head, rows] = result.lse
@@ -287,19 +303,32 @@ def backward_sequences(q, k, v, out, lse, do, settings, sequences, sinks, mask):
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     dq, dk, dv = (torch.zeros_like(x, dtype=compute) for x in (q, k, v))
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=compute)
-    q_tiles, k_tiles = math.ceil(sequences.max_seqlen_q / settings.tile[0]), math.ceil(sequences.max_seqlen_k / settings.tile[1])
+    q_tiles, k_tiles = (
+        math.ceil(sequences.max_seqlen_q / settings.tile[0]),
+        math.ceil(sequences.max_seqlen_k / settings.tile[1]),
+    )
     tiles = torch.zeros(sequences.num_sequences, q.shape[2], q_tiles, k_tiles, dtype=torch.int8, device=q.device)
     for sequence, b, head, kv_head, rows, keys, legal in _heads(q, k, v, settings, sequences, mask):
-        operands = (x[b, part, h].to(compute) for x, part, h in ((q, rows, head), (k, keys, kv_head), (v, keys, kv_head)))
-        row_out, row_do, row_lse = out[b, rows, head].to(compute), do[b, rows, head].to(compute), lse[b, head, rows].to(compute)
+        operands = (
+            x[b, part, h].to(compute) for x, part, h in ((q, rows, head), (k, keys, kv_head), (v, keys, kv_head))
+        )
+        row_out, row_do, row_lse = (
+            out[b, rows, head].to(compute),
+            do[b, rows, head].to(compute),
+            lse[b, head, rows].to(compute),
+        )
         numbers = _numbers(settings, sinks, head, compute)
-        head_dq, head_dk, head_dv, dsink, retained = backward_head(*operands, legal, row_out, row_lse, row_do, **numbers)
+        head_dq, head_dk, head_dv, dsink, retained = backward_head(
+            *operands, legal, row_out, row_lse, row_do, **numbers
+        )
         dq[b, rows, head] = head_dq
         dk[b, keys, kv_head] += head_dk
         dv[b, keys, kv_head] += head_dv
         if dsinks is not None:
             dsinks[head] += dsink
-        visible = torch.nn.functional.pad(legal, (0, -legal.shape[1] % settings.tile[1], 0, -legal.shape[0] % settings.tile[0]))
+        visible = torch.nn.functional.pad(
+            legal, (0, -legal.shape[1] % settings.tile[1], 0, -legal.shape[0] % settings.tile[0])
+        )
         visible = visible.unflatten(1, (-1, settings.tile[1])).unflatten(0, (-1, settings.tile[0])).any(-1).any(1)
         found = torch.where(retained.to(visible.device), RETAINED, SKIPPED) * visible
         tiles[sequence, head, : found.shape[0], : found.shape[1]] = found.to(torch.int8)

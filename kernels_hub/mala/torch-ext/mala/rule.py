@@ -12,22 +12,10 @@ def log2_threshold(visible_keys, tau):
 
 
 @triton.jit
-def reaches_limit(tile_max, limit_log2):
-    """Per row: does it vote for the tile? A tile_max of -inf (no legal key) does not constrain, a NaN does."""
-    return (tile_max != float("-inf")) & ~(tile_max < limit_log2)
-
-
-@triton.jit
 def is_tile_retained(tile_max, limit_log2):
-    """True if some constraining row reaches its limit."""
-    return tl.max(reaches_limit(tile_max, limit_log2).to(tl.int32), 0) > 0
-
-
-@triton.jit
-def is_pair_retained(near_max, far_max, limit_log2):
-    """True if either of two tiles is retained at the present limit."""
-    votes = reaches_limit(near_max, limit_log2) | reaches_limit(far_max, limit_log2)
-    return tl.max(votes.to(tl.int32), 0) > 0
+    """True if some constraining row reaches its limit; a tile_max of -inf (no legal key) does not constrain, a NaN does."""
+    reaches = (tile_max != float("-inf")) & ~(tile_max < limit_log2)
+    return tl.max(reaches.to(tl.int32), 0) > 0
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles shipped for each (head_dim, dtype, query length): plain data, no tuning at run time.
 
-BLOCK_M and BLOCK_N belong to the rule's definition (a tile is skipped only if every row agrees); num_warps and num_stages only to speed.
+BLOCK_M and BLOCK_N belong to the rule's definition (a tile is skipped only if every row agrees); num_warps and num_stages to speed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class TileConfig:
     block_n: int
     num_warps: int
     num_stages: int
-    paired: bool = False  # score two key tiles before one vote
 
     @property
     def tile(self) -> tuple[int, int]:
+        """(BLOCK_M, BLOCK_N)."""
         return self.block_m, self.block_n
 
     def with_tile(self, tile: tuple[int, int]) -> TileConfig:
@@ -34,10 +34,10 @@ class TileConfig:
 
 # padded head_dim (of q or v, the larger) -> launch shape
 PREFILL_16BIT = {
-    32: TileConfig(128, 128, 8, 3),
-    64: TileConfig(128, 128, 8, 3),
-    128: TileConfig(128, 128, 8, 3),
-    256: TileConfig(128, 64, 8, 2),
+    32: TileConfig(64, 128, 4, 3),
+    64: TileConfig(64, 128, 4, 3),
+    128: TileConfig(64, 128, 4, 2),
+    256: TileConfig(64, 64, 4, 2),
 }
 PREFILL_32BIT = {
     32: TileConfig(64, 64, 4, 2),

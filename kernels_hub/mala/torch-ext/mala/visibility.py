@@ -9,8 +9,9 @@ first row that sees a key and at ``k_begin``: padding never changes which keys s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused forward on Hopper: two query tiles per program, one warpgroup each, sharing every key tile.
+
+In portable Triton all warps of a program wait for a score product, judge it and vote together, and the tensor cores idle
+meanwhile. Here each of two warpgroups owns a query tile of BLOCK_M rows and votes alone: while one judges, the other's product
+runs. A third warp brings key tiles through a ring of STAGES buffers; a value tile is fetched by the warpgroup that retains it.
+Same tiles, same order, same rule functions, hence the same bits as ``forward.py``.
+
+It covers equal-length sequences in 16-bit precision without a mask operand; ``launch_forward`` sends everything else to the
+portable kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .blockwise import Settings
+from .rule import is_tile_retained, limit_of, log2_threshold, online_softmax_step
+from .tile_config import TileConfig, padded_head_dim
+from .tma import by_head_view, has_tma
+from .visibility import Sequences
+
+LOG2_E = gl.constexpr(math.log2(math.e))
+LN_2 = gl.constexpr(math.log(2.0))
+MAX_SHARED_BYTES = 227 * 1024
+ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
+# fmt: off
+RUNTIME_VALUES = [
+    "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_tb", "stride_th", "stride_tm",
+    "q_begin", "seqlen_q", "seqlen_k", "num_q_tiles", "num_heads", "num_kv_groups", "window_left", "window_right",
+    "scale_log2", "softcap_log2", "tau",
+]
+# fmt: on
+
+
+@gluon.jit
+def _load_keys(
+    k_desc, k_ring, k_ready, k_free, batch, kv_head, first, last, STAGES: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """The loading warp: key tiles last - 1 down to first, each into the next ring buffer once both warpgroups are done with it."""
+    for tile in range(last - first):
+        stage = tile % STAGES
+        mbarrier.wait(k_free.index(stage), ((tile // STAGES) & 1) ^ 1)
+        mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
+        row = (last - 1 - tile) * BLOCK_N
+        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, row, 0], k_ready.index(stage), k_ring.index(stage))
+
+
+@gluon.jit
+def _allocate(scores, index, stores_map, v_desc, v_smem, v_ready, v_loads, batch, kv_head, tiles_base, offs_n, position, row_exists,
+              threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k, whole_low, whole_high, window_left, window_right,
+              scale_log2, softcap_log2, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, v_layout: gl.constexpr,
+              HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RETURN_WORK: gl.constexpr):  # fmt: skip
+    """The rule's step for one scored tile, as in ``forward.py``."""
+    acc_layout: gl.constexpr = acc.type.layout
+    start_n = index * BLOCK_N
+    to_log2 = scale_log2
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
+        scores = softcap_log2 * (1.0 - 2.0 / (gl.exp2(scores * (2.0 * LOG2_E * scale_log2 / softcap_log2)) + 1.0))
+        to_log2 = 1.0
+    if (start_n < whole_low) | (start_n + BLOCK_N > whole_high):
+        keys = start_n + offs_n
+        legal = (keys < seqlen_k)[None, :] & row_exists[:, None]
+        if HAS_LEFT:
+            legal &= keys[None, :] >= position[:, None] - window_left
+        if HAS_RIGHT:
+            legal &= keys[None, :] <= position[:, None] + window_right
+        scores = gl.where(legal, scores, float("-inf"))
+    tile_max = gl.max(scores, 1) * to_log2
+    retained = is_tile_retained(tile_max, limit)
+    if RETURN_WORK:
+        visible = gl.max(tile_max, 0) > float("-inf")
+        code = (1 + retained.to(gl.int32)) * visible.to(gl.int32)
+        gl.store(tiles_base + index, code.to(gl.int8), mask=stores_map)
+    if retained:
+        mbarrier.expect(v_ready, v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n, 0], v_ready, v_smem)
+        p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, True)
+        limit = limit_of(row_max, row_sum, threshold_log2, row_exists)
+        p = gl.convert_layout(p.to(v_desc.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+        acc *= gl.convert_layout(decay, gl.SliceLayout(1, acc_layout))[:, None]
+        mbarrier.wait(v_ready, v_loads & 1)
+        v_tile = v_smem._reinterpret(v_desc.dtype, [BLOCK_N, BLOCK_DV], v_layout)
+        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v_tile, acc, is_async=True)])
+        v_loads += 1
+        if RETURN_WORK:
+            omitted *= decay
+    else:
+        if RETURN_WORK:
+            low = gl.zeros_like(position)
+            high = low + seqlen_k
+            if HAS_LEFT:
+                low = gl.maximum(low, position - window_left)
+            if HAS_RIGHT:
+                high = gl.minimum(high, position + window_right + 1)
+            inside = gl.minimum(high, start_n + BLOCK_N) - gl.maximum(low, start_n)
+            contribution = gl.exp2(tile_max - gl.where(row_max == float("-inf"), 0.0, row_max))
+            omitted += gl.where(inside > 0, inside * contribution, 0.0)
+    return v_loads, row_max, row_sum, acc, limit, omitted
+
+
+@gluon.jit
+def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr,
+                 q_block, v_buffers, q_ready, k_ready, k_free, v_ready,
+                 stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
+                 batch, head, kv_head, q_tile_index, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles,
+                 window_left, window_right, scale_log2, softcap_log2, tau,
+                 V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+                 BLOCK_DV: gl.constexpr, STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr,
+                 HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr):  # fmt: skip
+    """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first."""
+    dtype: gl.constexpr = k_ring.dtype
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_DV], dtype)
+
+    start_m = q_tile_index * BLOCK_M
+    q_smem = q_block.index(warpgroup)
+    mbarrier.expect(q_ready.index(warpgroup), q_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, [batch, head, q_begin + start_m, 0], q_ready.index(warpgroup), q_smem)
+
+    offs_m = start_m + gl.arange(0, BLOCK_M, row_layout)
+    offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, score_layout))
+    row_exists = offs_m < seqlen_q
+    position = offs_m + seqlen_k - seqlen_q  # the key a row is aligned with
+    whole_low = 0
+    whole_high = seqlen_k
+    row_low = gl.zeros_like(position)
+    row_high = row_low + seqlen_k
+    if HAS_LEFT:
+        last_position = gl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + seqlen_k - seqlen_q
+        whole_low = gl.maximum(last_position - window_left, 0)
+        row_low = gl.maximum(position - window_left, 0)
+    if HAS_RIGHT:
+        whole_high = gl.minimum(start_m + seqlen_k - seqlen_q + window_right + 1, seqlen_k)
+        row_high = gl.minimum(position + window_right + 1, seqlen_k)
+    threshold_log2 = log2_threshold(row_high - row_low, tau)
+
+    row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, row_layout)
+    row_sum = gl.zeros([BLOCK_M], gl.float32, row_layout)
+    omitted = gl.zeros([BLOCK_M], gl.float32, row_layout)
+    limit = gl.where(row_exists, float("-inf"), float("inf"))
+    acc = gl.zeros([BLOCK_M, BLOCK_DV], gl.float32, acc_layout)
+    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
+    v_loads = 0
+    head64 = head.to(gl.int64)
+    batch64 = batch.to(gl.int64)
+    tiles_base = tiles_ptr
+    if RETURN_WORK:
+        tiles_base = tiles_ptr + batch64 * stride_tb + head64 * stride_th + q_tile_index.to(gl.int64) * stride_tm
+
+    mbarrier.wait(q_ready.index(warpgroup), 0)
+    q_smem = q_smem._reinterpret(dtype, [BLOCK_M, BLOCK_D], q_layout)
+    for tile in range(last - first):
+        stage = tile % STAGES
+        mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
+        k_tile = k_ring.index(stage)._reinterpret(dtype, [BLOCK_N, BLOCK_D], k_layout)
+        scores = warpgroup_mma(q_smem, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
+            scores, last - 1 - tile, q_tile_index < num_q_tiles, v_desc, v_buffers.index(warpgroup), v_ready.index(warpgroup), v_loads,
+            batch, kv_head, tiles_base, offs_n, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
+            whole_low, whole_high, window_left, window_right, scale_log2, softcap_log2, BLOCK_N, BLOCK_DV, v_layout,
+            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK)  # fmt: skip
+
+    if HAS_SINKS:  # joins the normalizer after the last tile
+        sink_log2 = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
+        new_max = gl.maximum(row_max, sink_log2)
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+        decay = gl.exp2(row_max - shift)
+        row_sum = row_sum * decay + gl.exp2(sink_log2 - shift)
+        acc *= gl.convert_layout(decay, gl.SliceLayout(1, acc_layout))[:, None]
+        omitted *= decay
+        row_max = new_max
+    inverse = gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    lse = (row_max + gl.log2(row_sum)) * LN_2
+    rows = (q_begin + offs_m).to(gl.int64)
+    row_base = batch64 * stride_lb + head64 * stride_lh
+    gl.store(lse_ptr + row_base + rows, lse, mask=row_exists)
+    if RETURN_WORK:
+        gl.store(certificate_ptr + row_base + rows, omitted * inverse, mask=row_exists)
+    acc *= gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout))[:, None]
+    offs_dv = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, acc_layout))
+    out_rows = gl.convert_layout(rows, gl.SliceLayout(1, acc_layout))
+    out_mask = gl.convert_layout(row_exists, gl.SliceLayout(1, acc_layout))[:, None] & (offs_dv < V_HEAD_DIM)[None, :]
+    out_base = (batch64 * stride_ob + head64 * stride_oh) * STRIDE_UNIT
+    out_pointers = out_ptr + out_base + out_rows[:, None] * (stride_os * STRIDE_UNIT) + offs_dv[None, :]
+    gl.store(out_pointers, acc.to(dtype), mask=out_mask)
+
+
+@gluon.jit(do_not_specialize=RUNTIME_VALUES)
+def mala_forward_hopper_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr,
+    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
+    q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, num_kv_groups, window_left, window_right, scale_log2, softcap_log2, tau,
+    V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr,
+):  # fmt: skip
+    """Two neighbouring query tiles of one head; seqlen_q counts rows from q_begin, the first row that sees a key."""
+    program = gl.program_id(0)
+    num_pairs = gl.cdiv(num_q_tiles, 2)
+    pair = num_pairs - 1 - program % num_pairs  # the longest rows first
+    head = (program // num_pairs) % num_heads
+    batch = program // num_pairs // num_heads
+    kv_head = head // num_kv_groups
+    start_m = pair * 2 * BLOCK_M
+    low = 0
+    high = seqlen_k
+    if HAS_LEFT:
+        low = gl.maximum(start_m + seqlen_k - seqlen_q - window_left, 0)
+    if HAS_RIGHT:
+        last_position = gl.minimum(start_m + 2 * BLOCK_M, seqlen_q) - 1 + seqlen_k - seqlen_q
+        high = gl.minimum(last_position + window_right + 1, seqlen_k)
+    first = low // BLOCK_N
+    last = gl.cdiv(gl.maximum(high, 0), BLOCK_N)
+
+    dtype: gl.constexpr = k_desc.dtype
+    q_block = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+    for warpgroup in gl.static_range(2):
+        mbarrier.init(q_ready.index(warpgroup), count=1)
+        mbarrier.init(v_ready.index(warpgroup), count=1)
+
+    near: gl.constexpr = 1  # the later rows
+    far: gl.constexpr = 0
+    gl.warp_specialize([
+        (_attend_rows, (near, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr,
+                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready,
+                        stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
+                        batch, head, kv_head, pair * 2 + 1, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles,
+                        window_left, window_right, scale_log2, softcap_log2, tau,
+                        V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
+                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK)),
+        (_attend_rows, (far, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr,
+                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready,
+                        stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
+                        batch, head, kv_head, pair * 2, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles,
+                        window_left, window_right, scale_log2, softcap_log2, tau,
+                        V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
+                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK)),
+        (_load_keys, (k_desc, k_ring, k_ready, k_free, batch, kv_head, first, last, STAGES, BLOCK_N)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Optional[Tensor], config: TileConfig) -> bool:
+    """Does the Hopper kernel cover this call? ``config`` is the launch shape the portable kernel would use."""
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and sequences.bounds is None
+        and mask is None
+        and config.block_m == ROWS_PER_WARPGROUP
+        and config.block_n >= 16
+        and all(has_tma(x) for x in (q, k, v))
+        and _shared_bytes(q, v, config, 2) <= MAX_SHARED_BYTES
+    )
+
+
+def _shared_bytes(q: Tensor, v: Tensor, config: TileConfig, stages: int) -> int:
+    block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
+    elements = (2 * config.block_m + stages * config.block_n) * block_d + 2 * config.block_n * block_dv
+    return elements * q.element_size() + 1024
+
+
+def _descriptor(x: Tensor, rows: int, width: int):
+    block = [1, 1, rows, width]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, width * x.element_size()), element_bitwidth=16, rank=4)
+    shape, strides = by_head_view(x)
+    return TensorDescriptor(x, shape, strides, block, layout)
+
+
+def launch_forward_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Optional[Tensor],
+    certificate: Optional[Tensor],
+    settings: Settings,
+    sequences: Sequences,
+    sinks: Optional[Tensor],
+    config: TileConfig,
+) -> None:
+    """Fill out, lse and, where given, tiles and certificate; shapes as in ``forward.launch_forward``."""
+    block_m, block_n = config.tile
+    block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
+    stages = max(n for n in (2, 3, 4) if n == 2 or _shared_bytes(q, v, config, n) <= MAX_SHARED_BYTES)
+    q_begin, q_end, _, seqlen_k = sequences.common
+    num_q_tiles = math.ceil((q_end - q_begin) / block_m)
+    num_heads = q.shape[2]
+    unit = 8 if all(stride % 8 == 0 for stride in out.stride()[:3]) else 1
+    left, right = settings.window
+    with torch.cuda.device(q.device):
+        mala_forward_hopper_kernel[((num_q_tiles + 1) // 2 * num_heads * q.shape[0],)](
+            _descriptor(q, block_m, block_d),
+            _descriptor(k, block_n, block_d),
+            _descriptor(v, block_n, block_dv),
+            out,
+            lse,
+            sinks,
+            tiles,
+            certificate,
+            *(stride // unit for stride in out.stride()[:3]),
+            *lse.stride()[:2],
+            *((0, 0, 0) if tiles is None else tiles.stride()[:3]),
+            q_begin,
+            q_end - q_begin,
+            seqlen_k,
+            num_q_tiles,
+            num_heads,
+            num_heads // k.shape[2],
+            left,
+            right,
+            settings.softmax_scale * LOG2_E.value,
+            settings.softcap * LOG2_E.value,
+            settings.tau,
+            V_HEAD_DIM=v.shape[-1],
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            STRIDE_UNIT=unit,
+            STAGES=stages,
+            HAS_LEFT=left >= 0,
+            HAS_RIGHT=right >= 0,
+            HAS_SOFTCAP=settings.softcap > 0,
+            HAS_SINKS=sinks is not None,
+            RETURN_WORK=tiles is not None,
+            num_warps=4,
+        )

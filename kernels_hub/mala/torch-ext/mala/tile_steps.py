@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel does with one tile: load it, score it, mask it, and let the rule allocate its post-score work."""
+
+import math
+
+import triton
+import triton.language as tl
+
+from .rule import is_tile_retained, limit_of, online_softmax_step
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def load_tile(x, base, batch, head, first_row, row, num_rows, dim, stride, WIDTH: tl.constexpr, IS_EDGE: tl.constexpr,
+               USE_TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """(BLOCK_N, BLOCK_D) rows of K or V, zero beyond the sequence and beyond head_dim. ``x``: descriptor or pointer."""
+    if USE_TMA:
+        tile = x.load([batch, head, (first_row + row).to(tl.int32), 0]).reshape(BLOCK_N, BLOCK_D)
+        if IS_EDGE:
+            tile = tl.where((row + tl.arange(0, BLOCK_N) < num_rows)[:, None], tile, 0.0)
+    else:
+        rows = row + tl.arange(0, BLOCK_N)
+        pointers = x + base + (first_row + rows).to(tl.int64)[:, None] * stride + dim[None, :]
+        if IS_EDGE:
+            tile = tl.load(pointers, mask=(rows < num_rows)[:, None] & (dim < WIDTH)[None, :], other=0.0)
+        elif WIDTH != BLOCK_D:
+            tile = tl.load(pointers, mask=(dim < WIDTH)[None, :], other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def score_tile(q_tile, k, base, batch, kv_head, k_begin, start_n, seqlen_k, stride_ks, scale_log2, softcap_log2,
+                HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr,
+                USE_TMA: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
+    """(BLOCK_M, BLOCK_N) unmasked scores; log2 units with a softcap, else still to be multiplied by scale_log2."""
+    k_tile = load_tile(k, base, batch, kv_head, k_begin, start_n, seqlen_k, tl.arange(0, BLOCK_D), stride_ks,
+                        HEAD_DIM, IS_EDGE and not USE_TMA, USE_TMA, BLOCK_N, BLOCK_D)  # fmt: skip
+    scores = tl.dot(q_tile, k_tile.T, input_precision=DOT_PRECISION)
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
+        exponent = scores * (2.0 * LOG2_E * scale_log2 / softcap_log2)
+        scores = softcap_log2 * (1.0 - 2.0 / (tl.exp2(exponent) + 1.0))
+    return scores
+
+
+@triton.jit
+def legal_pairs(keys, position, row_exists, seqlen_k, mask_base, window_left, window_right,
+                 HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+    """Bool (BLOCK_M, BLOCK_N): rows aligned with ``position`` may see ``keys``."""
+    legal = (keys < seqlen_k)[None, :] & row_exists[:, None]
+    if HAS_LEFT:
+        legal &= keys[None, :] >= position[:, None] - window_left
+    if HAS_RIGHT:
+        legal &= keys[None, :] <= position[:, None] + window_right
+    if HAS_MASK:
+        legal &= tl.load(mask_base[:, None] + keys[None, :], mask=legal, other=0) != 0
+    return legal
+
+
+@triton.jit
+def allocate(scores, to_log2, tile_max, legal_keys, v, base, batch, kv_head, k_begin, start_n, seqlen_k, stride_vs,
+              tiles_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
+              V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, IS_EDGE: tl.constexpr,
+              USE_TMA: tl.constexpr, RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
+    """The rule's step for one scored tile: post-score work where it is retained, its certificate where it is skipped."""
+    retained = is_tile_retained(tile_max, limit)
+    if RETURN_WORK:
+        code = 1 + retained.to(tl.int8)
+        if IS_EDGE:
+            code *= (tl.max(tile_max, 0) > float("-inf")).to(tl.int8)
+        tl.store(tiles_base + index, code)
+    if retained:
+        v_tile = load_tile(v, base, batch, kv_head, k_begin, start_n, seqlen_k, tl.arange(0, BLOCK_DV), stride_vs,
+                            V_HEAD_DIM, IS_EDGE, USE_TMA, BLOCK_N, BLOCK_DV)  # fmt: skip
+        p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, IS_EDGE)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=DOT_PRECISION)
+        limit = limit_of(row_max, row_sum, threshold_log2, row_exists)
+        if RETURN_WORK:
+            omitted *= decay
+    elif RETURN_WORK:
+        omitted += legal_keys * tl.exp2(tile_max - tl.where(row_max == float("-inf"), 0.0, row_max))
+    return row_max, row_sum, acc, limit, omitted

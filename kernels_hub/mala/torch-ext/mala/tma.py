@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tensor-memory accelerator of Hopper and later can read, and how a tensor is described to it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def has_tma(x: Tensor) -> bool:
+    """Can the accelerator read x (batch, seqlen, heads, head_dim)? Its address and strides must be multiples of 16 bytes."""
+    if not x.is_cuda or torch.version.hip or torch.cuda.get_device_capability(x.device)[0] < 9 or x.numel() == 0:
+        return False
+    strides = [stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
+
+
+def by_head_view(x: Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of x (batch, seqlen, heads, head_dim) as (batch, heads, seqlen, head_dim), for a descriptor."""
+    by_head = x.transpose(1, 2)
+    unused = by_head.shape[-1] * 16  # a dimension of size 1 needs a valid stride, whatever its own
+    strides = [stride if size > 1 else unused for stride, size in zip(by_head.stride()[:-1], by_head.shape)]
+    return list(by_head.shape), [*strides, 1]
