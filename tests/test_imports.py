@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports point one way, stay within what each layer may use, and every third-party one is declared."""
+
+import ast
+import functools
+import re
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from project import KERNELS, PROJECT, ROOT
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it; relative ones start with their dots, one name each."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            dots = "." * node.level
+            found |= {dots + node.module} if node.module else {dots + alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+    return found
+
+
+def top_level(module: str) -> str:
+    return module.split(".")[0]
+
+
+def python_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+PACKAGE = sorted((ROOT / "mala_hf").glob("*.py"))
+OUTSIDE_OPS = {"torch", "triton"}
+
+# file -> what it may import of its own folder; files not named are kernels, which may import all but the last three layers
+LAYERS = {
+    "reference": set(),
+    "rule": set(),
+    "work": set(),
+    "visibility": {"work"},
+    "tile_config": set(),
+    "checks": {"tile_config"},
+}
+UPPER = ("interface", "hf")
+
+
+@pytest.mark.parametrize("path", python_files(KERNELS), ids=lambda path: path.name)
+def test_kernels_import_only_the_standard_library_torch_triton_and_one_another(path):
+    for module in imports_of(path):
+        if not module.startswith("."):
+            assert top_level(module) in OUTSIDE_OPS | sys.stdlib_module_names, f"{path.name} imports {module}"
+        else:
+            assert not module.startswith("..") or path.parent != KERNELS, f"{path.name} imports {module} from outside"
+
+
+@pytest.mark.parametrize("path", python_files(KERNELS), ids=lambda path: path.name)
+def test_kernel_layers_point_one_way(path):
+    name = path.stem
+    ours = {module.lstrip(".").split(".")[0] for module in imports_of(path) if module.startswith(".")}
+    if name in LAYERS:
+        assert ours <= LAYERS[name], f"{name} imports {ours - LAYERS[name]}"
+    elif name.startswith("hf"):
+        assert "__init__" not in ours
+    elif name == "interface":
+        assert not {module for module in ours if module.startswith("hf")}
+    elif name != "__init__":
+        assert not {module for module in ours if module.startswith(UPPER)}, f"{name} imports an upper layer"
+
+
+def test_the_reference_imports_no_triton():
+    assert "triton" not in {top_level(module) for module in imports_of(KERNELS / "reference.py")}
+
+
+def declared(*extras: str) -> set[str]:
+    """Normalized names of the distributions that the project declares, and those of the extras."""
+    requirements = [
+        *PROJECT["dependencies"],
+        *(line for extra in extras for line in PROJECT["optional-dependencies"][extra]),
+    ]
+    return {re.sub(r"[-_.]+", "-", Requirement(line).name).lower() for line in requirements}
+
+
+installed_distributions = functools.cache(packages_distributions)
+
+
+def distributions_of(module: str) -> set[str]:
+    names = installed_distributions().get(top_level(module), [top_level(module)])
+    return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
+
+
+# modules behind a command that asks for its extra first
+BEHIND_EXTRAS = {"demo": "demo", "report": "demo", "checkpoint": "demo", "cli": "demo"}
+
+
+@pytest.mark.parametrize("path", [*PACKAGE, *python_files(KERNELS)], ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_third_party_import_is_declared(path):
+    extras = [BEHIND_EXTRAS[path.stem]] if path.parent.name == "mala_hf" and path.stem in BEHIND_EXTRAS else []
+    allowed = declared(*extras)
+    for module in imports_of(path):
+        if not module.startswith(".") and top_level(module) not in sys.stdlib_module_names:
+            assert distributions_of(module) & allowed, f"{path.name} imports {module}, which is not declared"
+
+
+def test_every_file_names_its_licence():
+    unnamed = [
+        path.name
+        for folder in (ROOT / "mala_hf", KERNELS, ROOT / "tests", ROOT / "scripts")
+        for path in python_files(folder)
+        if not path.read_text("utf-8").startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    ]
+    assert unnamed == []
