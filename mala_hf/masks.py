@@ -54,10 +54,9 @@ def mala_mask(
     request = _Request(
         batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, allow_is_causal_skip, device, type(config)
     )  # fmt: skip
-    if not use_vmap:
-        short, mask = _short_mask(request, mask_function)
-        if short:
-            return mask
+    short, mask = _short_mask(request, mask_function)
+    if short:
+        return mask
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -146,15 +145,10 @@ def _short_mask(request: _Request, mask_function: Callable) -> tuple[bool, Tenso
             return NOT_SHORT
         mask = (pattern.sequences % 2).to(PACKING_DTYPE)
         return True, mark(mask, read_packing, read_packing(mask))
-    if not r.may_be_none or _has_fixed_shape(request, pattern):
+    if not r.may_be_none:
         return NOT_SHORT
     seen = int(r.q_offset) + r.q_length - r.kv_offset
     return NOT_SHORT if _hides_window(pattern, seen, r.config_type) else _padding_mask(request, seen)
-
-
-def _has_fixed_shape(request: _Request, pattern: Pattern) -> bool:
-    """Whether a static cache is past its prefill: a compiled decoding step needs masks that do not grow."""
-    return isinstance(request.q_offset, Tensor) and (request.q_length == 1 or pattern.window is not None)
 
 
 def _hides_window(pattern: Pattern, num_keys: int, config_type: Any) -> bool:

@@ -83,18 +83,29 @@ def test_assisted_generation_equals_eager(family):
 
 
 @pytest.mark.parametrize("cache_class", [hf.DynamicCache, hf.StaticCache])
+@pytest.mark.parametrize("turns", [(20, 16), (5, 31), (5, 4, 27), (30, 2, 4)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2", "gpt_oss"])
-def test_a_conversation_continues_from_its_cache(family, cache_class):
-    """The second forward has more keys than queries: its rows see the whole prefix."""
+def test_a_conversation_continues_from_its_cache(family, turns, cache_class):
+    """Later turns have more keys than queries: their rows see the whole prefix."""
     model, ids = tiny(family), tokens(2, 36)
     size = {"max_cache_len": 50} if cache_class is hf.StaticCache else {}
     with torch.no_grad():
-        expected = model(ids, use_cache=False).logits[:, 20:]
+        expected = model(ids, use_cache=False).logits
         with attention(model, "mala", tau=0):
             cache = cache_class(config=model.config, **size)
-            model(ids[:, :20], **{CACHE: cache})
-            out = model(ids[:, 20:], **{CACHE: cache}).logits
+            out = torch.cat([model(turn, **{CACHE: cache}).logits for turn in ids.split(turns, 1)], 1)
     assert_close(out, expected, **NOISE)
+
+
+def test_a_mask_shorter_than_the_cache_means_what_it_means_to_eager():
+    model, ids = tiny("llama"), tokens(2, 30)
+    outs = []
+    for name in ("eager", "mala"):
+        with torch.no_grad(), attention(model, name, tau=0):
+            cache = hf.DynamicCache(config=model.config)
+            model(ids[:, :20], **{CACHE: cache})
+            outs.append(model(ids[:, 20:], attention_mask=torch.ones(2, 10), **{CACHE: cache}).logits)
+    assert_close(outs[1], outs[0], **NOISE)
 
 
 @pytest.mark.parametrize("cache_class", [hf.DynamicCache, hf.StaticCache])

@@ -8,7 +8,12 @@ import torch
 import transformers as hf
 from models import NOISE, attention, logits, padding, tiny, tokens
 from torch.testing import assert_close
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    sdpa_mask,
+)
 
 from mala_hf import masks
 from mala_hf.masks import mala_mask
@@ -195,6 +200,14 @@ def test_chunked_attention_becomes_a_square_mask():
     inputs = {"input_ids": tokens(2, LENGTH), "attention_mask": padding(LENGTH, (0, LENGTH), (9, LENGTH))}
     real = inputs["attention_mask"].bool()
     assert_close(logits(model, "mala", inputs, tau=0)[real], logits(model, "eager", inputs)[real], **NOISE)
+
+
+def test_an_unknown_pattern_over_a_cache_longer_than_its_content_is_never_none():
+    """SDPA's own mask function says None here and means top-left alignment."""
+    chunked = chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.int))
+    shape = {"batch_size": 1, "q_length": 6, "kv_length": 10, "mask_function": chunked, "local_size": 64}
+    assert sdpa_mask(**shape) is None
+    assert torch.equal(mala_mask(**shape)[0, 0], torch.ones(6, 10, dtype=torch.bool).tril())
 
 
 def test_a_compiled_mask_function_needs_no_values():

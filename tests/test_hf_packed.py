@@ -106,11 +106,17 @@ def test_packing_is_read_from_positions():
     assert packing.max_seqlen == 22
 
 
-def adapter_output(position_ids: torch.Tensor | None) -> torch.Tensor:
+def adapter_output(position_ids: torch.Tensor | None, **kwargs) -> torch.Tensor:
     from mala_hf.ops.hf import mala_attention_forward
 
     query, key, value = torch.randn(3, 1, 2, TOTAL, 8, generator=torch.Generator().manual_seed(0))
-    return mala_attention_forward(torch.nn.Module(), query, key, value, None, position_ids=position_ids)[0]
+    return mala_attention_forward(torch.nn.Module(), query, key, value, None, position_ids=position_ids, **kwargs)[0]
+
+
+def test_boundaries_need_no_positions_and_no_longest_sequence():
+    packed = adapter_output(POSITIONS)
+    assert torch.equal(adapter_output(None, **FLASH), packed)
+    assert torch.equal(adapter_output(None, cu_seq_lens_q=CU_SEQLENS, cu_seq_lens_k=CU_SEQLENS), packed)
 
 
 def test_positions_of_other_shapes_are_ignored():
