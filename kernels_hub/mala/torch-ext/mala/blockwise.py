@@ -202,8 +202,7 @@ def _forward_tile(tile: _QueryTile, v: Tensor, tiles: Tensor) -> tuple[Tensor, T
         tile_max = scores.amax(-1)  # (B, K, G, M, T)
         weights = scores.sub_(_finite(tile_max)[..., None]).exp_()
         log_mass = tile_max + weights.sum(-1).log()
-        flipped = (x.flip(-1) for x in (tile_max, log_mass))
-        retained, new_lse = retained_tiles(*flipped, lse, tile.threshold)
+        retained, new_lse = retained_tiles(tile_max.flip(-1), log_mass.flip(-1), lse, tile.threshold)
         retained = retained.flip(-1)  # (B, K, G, T)
         first = start // block_n
         visible = (tile_max > NEG_INF).any(3)

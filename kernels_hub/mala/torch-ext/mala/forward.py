@@ -251,7 +251,7 @@ def launch_forward(
         return out, lse, tiles, certificate
 
     if use_hopper is None:
-        use_hopper = q.is_cuda and not torch.version.hip and forward_hopper.supports(q, k, v, sequences, mask, config)
+        use_hopper = forward_hopper.supports(q, k, v, sequences, mask, config)
     if use_hopper:
         forward_hopper.launch_forward_hopper(q, k, v, out, lse, tiles, certificate, settings, sequences, sinks, config)
         return out, lse, tiles, certificate
@@ -260,7 +260,9 @@ def launch_forward(
     block_d, block_dv = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     strides = [stride for x in (q, k, v, out) for stride in x.stride()[:3]]
     unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    mask_strides, visible_strides, visible = (0, 0, 0), (0, 0), None
+    mask_strides: tuple[int, ...] = (0, 0, 0)
+    visible_strides: tuple[int, ...] = (0, 0)
+    visible = None
     if mask is not None:
         visible = visible_keys_under_mask(mask, seqlen_q, settings.window).expand(batch, num_heads, -1)
         mask = (

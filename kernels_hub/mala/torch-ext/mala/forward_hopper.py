@@ -13,6 +13,7 @@ portable kernel.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Optional
 
 import torch
@@ -25,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .blockwise import Settings
 from .rule import is_tile_retained, limit_of, log2_threshold, online_softmax_step
 from .tile_config import TileConfig, padded_head_dim
-from .tma import by_head_view, has_tma
+from .tma import by_head_view, has_tma, nvidia_major
 from .visibility import Sequences
 
 LOG2_E = gl.constexpr(math.log2(math.e))
@@ -267,7 +268,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Option
     """Does the Hopper kernel cover this call? ``config`` is the launch shape the portable kernel would use."""
     return (
         q.dtype in (torch.float16, torch.bfloat16)
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and nvidia_major(q.device) == 9
         and sequences.bounds is None
         and mask is None
         and config.block_m == ROWS_PER_WARPGROUP
@@ -283,11 +284,14 @@ def _shared_bytes(q: Tensor, v: Tensor, config: TileConfig, stages: int) -> int:
     return elements * q.element_size() + 1024
 
 
-def _descriptor(x: Tensor, rows: int, width: int):
-    block = [1, 1, rows, width]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, width * x.element_size()), element_bitwidth=16, rank=4)
+@cache
+def _block_layout(width: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, width * 2), element_bitwidth=16, rank=4)
+
+
+def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     shape, strides = by_head_view(x)
-    return TensorDescriptor(x, shape, strides, block, layout)
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, width], _block_layout(width))
 
 
 def launch_forward_hopper(

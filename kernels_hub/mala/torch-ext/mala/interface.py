@@ -57,7 +57,8 @@ def mala_attn_func(
             leftpad_k[b] <= j < seqused_k[b]; alignment is at the end of both.
         tile: (BLOCK_M, BLOCK_N), part of the rule's definition; default: the shipped table's.
         impl: "auto" (Triton on a GPU, else blockwise), "triton", "blockwise" or "reference".
-        return_lse: also return lse, float32 (batch, num_heads, seqlen_q): natural log of the retained normalizer, sink included.
+        return_lse: also return lse, float32 (float64 for float64 inputs), (batch, num_heads, seqlen_q): natural log of the
+            retained normalizer, sink included. It carries no gradient.
         return_work: also return the :class:`Work` done.
 
     Returns:
@@ -253,9 +254,11 @@ def _attend(q, k, v, sinks, mask, call: _Call):
         lengths = sequences.bounds[:, 1] - sequences.bounds[:, 0]
     starts = torch.arange(q_tiles, dtype=torch.int32, device=q.device) * block_m
     rows = (lengths[:, None] - starts).clamp(0, block_m)
-    if sequences.is_packed:
-        certificate = certificate[0]
-    return out, lse, Work(tiles, certificate, rows, call.settings.tile, call.impl)
+    return (
+        out,
+        lse,
+        Work(tiles, certificate[0] if sequences.is_packed else certificate, rows, call.settings.tile, call.impl),
+    )
 
 
 def _returned(out, lse, work, return_lse: bool, return_work: bool):

@@ -287,10 +287,10 @@ def forward_sequences(
     )
     tiles = torch.zeros(sequences.num_sequences, num_heads, q_tiles, k_tiles, dtype=torch.int8, device=q.device)
     for sequence, b, head, kv_head, rows, keys, legal in _heads(q, k, v, settings, sequences, mask):
-        operands = (
+        head_q, head_k, head_v = (
             x[b, part, h].to(compute) for x, part, h in ((q, rows, head), (k, keys, kv_head), (v, keys, kv_head))
         )
-        result = forward_head(*operands, legal, **_numbers(settings, sinks, head, compute))
+        result = forward_head(head_q, head_k, head_v, legal, **_numbers(settings, sinks, head, compute))
         out[b, rows, head] = result.out.to(out.dtype)
         lse[b, head, rows] = result.lse
         certificate[b, head, rows] = result.certificate
@@ -309,7 +309,7 @@ def backward_sequences(q, k, v, out, lse, do, settings, sequences, sinks, mask):
     )
     tiles = torch.zeros(sequences.num_sequences, q.shape[2], q_tiles, k_tiles, dtype=torch.int8, device=q.device)
     for sequence, b, head, kv_head, rows, keys, legal in _heads(q, k, v, settings, sequences, mask):
-        operands = (
+        head_q, head_k, head_v = (
             x[b, part, h].to(compute) for x, part, h in ((q, rows, head), (k, keys, kv_head), (v, keys, kv_head))
         )
         row_out, row_do, row_lse = (
@@ -319,7 +319,7 @@ def backward_sequences(q, k, v, out, lse, do, settings, sequences, sinks, mask):
         )
         numbers = _numbers(settings, sinks, head, compute)
         head_dq, head_dk, head_dv, dsink, retained = backward_head(
-            *operands, legal, row_out, row_lse, row_do, **numbers
+            head_q, head_k, head_v, legal, row_out, row_lse, row_do, **numbers
         )
         dq[b, rows, head] = head_dq
         dk[b, keys, kv_head] += head_dk

@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 
+@cache
+def nvidia_major(device: torch.device) -> int:
+    """Major compute capability of an NVIDIA GPU; 0 for every other device."""
+    if device.type != "cuda" or torch.version.hip:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
+
+
 def has_tma(x: Tensor) -> bool:
     """Can the accelerator read x (batch, seqlen, heads, head_dim)? Its address and strides must be multiples of 16 bytes."""
-    if not x.is_cuda or torch.version.hip or torch.cuda.get_device_capability(x.device)[0] < 9 or x.numel() == 0:
+    if nvidia_major(x.device) < 9 or x.numel() == 0:
         return False
     strides = [stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
     return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
