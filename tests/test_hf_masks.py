@@ -95,6 +95,22 @@ def test_a_square_mask_of_the_user_is_all_that_applies(family, kind):
     assert_close(logits(model, "mala", {"input_ids": ids, "attention_mask": mask}, tau=0), expected, **NOISE)
 
 
+def test_a_square_mask_of_a_longer_cache_is_cut_to_the_keys():
+    mask = torch.rand(2, 1, 6, 9, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert torch.equal(call(mask), call(mask[..., :6]))
+
+
+def test_the_prefill_of_a_static_cache_needs_no_lengths_per_sequence(monkeypatch):
+    calls = []
+    real = adapter.mala_attn_func
+    monkeypatch.setattr(
+        adapter, "mala_attn_func", lambda *tensors, **options: calls.append(options) or real(*tensors, **options)
+    )
+    with attention(tiny("llama"), "mala") as model:
+        model.generate(tokens(2, LENGTH), max_new_tokens=2, cache_implementation="static")
+    assert "seqused_k" not in calls[0]
+
+
 def test_an_additive_bias_is_refused():
     mask = torch.zeros(1, 1, LENGTH, LENGTH)
     mask[..., 3] = -0.5

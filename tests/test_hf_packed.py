@@ -106,10 +106,10 @@ def test_packing_is_read_from_positions():
     assert packing.max_seqlen == 22
 
 
-def adapter_output(position_ids: torch.Tensor | None, **kwargs) -> torch.Tensor:
+def adapter_output(position_ids: torch.Tensor | None, batch: int = 1, **kwargs) -> torch.Tensor:
     from mala_hf.ops.hf import mala_attention_forward
 
-    query, key, value = torch.randn(3, 1, 2, TOTAL, 8, generator=torch.Generator().manual_seed(0))
+    query, key, value = torch.randn(3, batch, 2, TOTAL, 8, generator=torch.Generator().manual_seed(0))
     return mala_attention_forward(torch.nn.Module(), query, key, value, None, position_ids=position_ids, **kwargs)[0]
 
 
@@ -124,6 +124,12 @@ def test_positions_of_other_shapes_are_ignored():
     for position_ids in (POSITIONS.expand(3, 1, -1), POSITIONS.expand(2, -1), POSITIONS[:, :9]):
         assert torch.equal(adapter_output(position_ids), plain)
     assert (adapter_output(POSITIONS) - plain).abs().max() > 1e-2
+
+
+def test_only_a_batch_of_one_is_packed():
+    assert torch.equal(adapter_output(POSITIONS, batch=2), adapter_output(None, batch=2))
+    with pytest.raises(ValueError, match="batch of 1"):
+        adapter_output(None, batch=2, **FLASH)
 
 
 def test_positions_written_to_between_forwards_are_read_again():
