@@ -7,6 +7,7 @@ a process of its own: under TRITON_INTERPRET, which the other tests need, triton
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,15 +23,16 @@ KERNELS = Path(__file__).parents[1] / "kernels_hub" / "mala" / "torch-ext"
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of the forward on one target ("cuda:80", "cuda:90", "hip:gfx942"). ``seqlen_k`` may list several lengths."""
+    """A forward on one target ("cuda:80", "cuda:90", "hip:gfx942"), once for each of ``seqlens_k`` and ``taus``."""
 
     target: str
     head_dim: int
     dtype: str = "bfloat16"
     phase: str = "prefill"  # or "decode"
     use_tma: bool = False
+    use_hopper: bool = False
     v_head_dim: int = -1  # -1: head_dim
-    features: bool = False  # window, softcap, sinks, lengths and returned work, instead of plain causal attention
+    features: bool = False  # window, softcap, sinks, lengths (not on Hopper) and returned work, besides causal
     mask: bool = False
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -43,6 +45,7 @@ class Launch:
             [self.target, self.phase, self.dtype, f"D{self.head_dim}"]
             + [f"DV{self.v_head_dim}"] * (self.v_head_dim > 0)
             + ["tma"] * self.use_tma
+            + ["hopper"] * self.use_hopper
             + ["features"] * self.features
             + ["mask"] * self.mask
         )
@@ -148,7 +151,7 @@ def _run(launch: Launch) -> None:
             v = torch.empty(2, seqlen_k, launch.num_kv_heads, v_head_dim, dtype=dtype)
             tile = tile_config(launch.head_dim, v_head_dim, dtype, seqlen_q).tile
             window, softcap = ((300, 0), 30.0) if launch.features else ((-1, 0), 0.0)
-            lengths = {"seqused_k": torch.tensor([seqlen_k, 1])} if launch.features else {}
+            lengths = {"seqused_k": torch.tensor([seqlen_k, 1])} if launch.features and not launch.use_hopper else {}
             forward.launch_forward(
                 q,
                 k,
@@ -159,18 +162,22 @@ def _run(launch: Launch) -> None:
                 mask=torch.ones(2, 1, seqlen_q, seqlen_k, dtype=torch.bool) if launch.mask else None,
                 return_work=launch.features or launch.mask,
                 use_tma=launch.use_tma,
+                use_hopper=launch.use_hopper,
             )
 
 
 def main(mode: str) -> None:
     """Launches as JSON on stdin; per launch a list of findings (or of distinct specialisations) as JSON on stdout."""
+    import torch
     import triton
-    from mala import forward
+    from mala import forward, forward_hopper
 
-    kernel, answers = forward.mala_forward_kernel, []
+    torch.cuda.device = contextlib.nullcontext  # tensors are on the CPU
+    portable, hopper, answers = forward.mala_forward_kernel, forward_hopper.mala_forward_hopper_kernel, []
     for request in json.load(sys.stdin):
         request |= {"seqlens_k": tuple(request["seqlens_k"]), "taus": tuple(request["taus"])}
         triton.runtime.driver.set_active(_NamedTarget(request["target"]))
+        kernel = hopper if request["use_hopper"] else portable
         kernel.device_caches.clear()
         keys: dict[str, None] = {}
         if mode == "count":
@@ -181,7 +188,7 @@ def main(mode: str) -> None:
 
             triton.knobs.runtime.jit_cache_hook = note
         warmup = _Warmup(kernel)
-        forward.mala_forward_kernel = warmup
+        forward.mala_forward_kernel = forward_hopper.mala_forward_hopper_kernel = warmup
         _run(Launch(**request))
         answers.append(list(keys) if mode == "count" else [asdict(_found(compiled)) for compiled in warmup.compiled])
     print(json.dumps(answers))

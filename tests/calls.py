@@ -212,7 +212,7 @@ def build(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", s
     if case.softmax_scale is not None:
         options["softmax_scale"] = case.softmax_scale
     if case.sinks is not None:
-        sinks = 3.0 * torch.randn(case.num_heads, generator=generator)
+        sinks = 14.0 + 3.0 * torch.randn(case.num_heads, generator=generator)  # as large as the scores of peaked inputs
         options["sinks"] = torch.full_like(sinks, -torch.inf) if case.sinks == "none" else sinks
     if case.mask is not None:
         options["mask"] = _mask(case, generator)

@@ -59,7 +59,7 @@ def flat(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor, Tens
 def peaked(shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Topics of 24 tokens that come back: a query scores 14 nats on keys of its topic, little elsewhere."""
     q, k, v = _noise(shape, generator)
-    num_topics = 8
+    num_topics = 4
     topics, _ = torch.linalg.qr(_randn(generator, shape.head_dim, num_topics))  # orthonormal columns
     order = torch.randint(num_topics, (math.ceil(max(shape.seqlen_k, 1) / 24) + 1,), generator=generator)
     topic_of = order.repeat_interleave(24)

@@ -29,6 +29,12 @@ SHIPPED = {
     for target in SHARED_LIMIT_BYTES
     for dtype in ("bfloat16", "float32")
 }
+HOPPER = [
+    *(Launch("cuda:90", head_dim, use_hopper=True) for head_dim in PREFILL_16BIT),
+    *(Launch("cuda:90", head_dim, use_hopper=True, features=True) for head_dim in (64, 128)),
+    Launch("cuda:90", 72, "float16", use_hopper=True),
+    Launch("cuda:90", 192, v_head_dim=128, use_hopper=True),
+]
 VARIANTS = [
     Launch("cuda:80", 128, features=True),
     Launch("cuda:90", 128, features=True, use_tma=True),
@@ -65,10 +71,11 @@ def test_every_shipped_launch_shape_compiles_and_fits(target, dtype):
     assert not complaints, "\n".join(complaints)
 
 
-def test_every_feature_compiles_and_fits():
-    results = findings(VARIANTS)
+@pytest.mark.parametrize("launches", [VARIANTS, HOPPER], ids=["portable", "hopper"])
+def test_every_feature_compiles_and_fits(launches):
+    results = findings(launches)
     complaints = [
-        text for launch, kernels in zip(VARIANTS, results, strict=True) for text in _complaints(launch, kernels)
+        text for launch, kernels in zip(launches, results, strict=True) for text in _complaints(launch, kernels)
     ]
     assert not complaints, "\n".join(complaints)
 
@@ -77,8 +84,10 @@ def test_a_growing_sequence_and_another_tau_compile_nothing_new():
     """Lengths, strides and tau are runtime values; only a stride that 8 does not divide asks for another kernel."""
     lengths = (1, 2, 15, 16, 17, 64, 100, 127, 128, 255, 256, 1000, 4096, 70000)
     launches = [
-        Launch("cuda:90", 128, phase=phase, features=features, seqlens_k=lengths, taus=(0.0, 0.5, 1.0, 3.0))
-        for phase in ("prefill", "decode")
+        Launch(
+            "cuda:90", 128, phase=phase, features=features, use_hopper=hopper, seqlens_k=lengths, taus=(0.0, 0.5, 3.0)
+        )
+        for phase, hopper in (("prefill", False), ("prefill", True), ("decode", False))
         for features in (False, True)
     ]
     for launch, kernels in zip(launches, findings(launches, compile_kernels=False), strict=True):

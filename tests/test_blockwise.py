@@ -37,7 +37,13 @@ def test_forward_gives_the_rules_tiles_and_values_in_16_bit(case, dtype):
 
 @pytest.mark.parametrize("keys_per_chunk", [16, 64])
 def test_the_chunk_of_keys_is_no_part_of_the_rule(keys_per_chunk, monkeypatch):
-    for case in (Case(seqlen_q=160), Case(window=(50, -1), seqlen_q=130), Case(mask="full", sinks="learned")):
+    cases = (
+        Case(seqlen_q=160),
+        Case(seqlen_q=160, family="captured"),
+        Case(window=(50, -1), seqlen_q=130),
+        Case(mask="full", sinks="learned"),
+    )
+    for case in cases:
         call = build(case, torch.float64)
         out, lse, work = call.run("blockwise", return_lse=True, return_work=True)
         with monkeypatch.context() as patch:

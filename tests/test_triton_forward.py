@@ -12,7 +12,12 @@ from helpers import RETAINED, SKIPPED, check_forward, reference_head
 from inputs import CASES, EMPTY_CASES, FAMILY_CASES, NOT_IN_16_BIT, Case, ids
 
 from mala_hf.ops import forward as forward_module
-from mala_hf.ops.tile_config import TileConfig
+from mala_hf.ops import forward_hopper
+
+
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -123,7 +128,7 @@ def test_two_runs_give_the_same_bits(device):
     [
         Case(num_heads=4, seqlen_q=30, seqlen_k=250),
         Case(seqlen_q=1, seqlen_k=200, num_heads=4),
-        Case(causal=False, seqlen_q=100, seqlen_k=200),
+        Case(causal=False, seqlen_q=30, seqlen_k=200),
     ],
     ids=lambda case: case.id,
 )
@@ -210,27 +215,6 @@ def _assert_same_bits(results, others) -> None:
     assert torch.equal(work.certificate, other_work.certificate)
 
 
-@pytest.mark.parametrize(
-    "case", [Case(seqlen_q=200), Case(seqlen_q=1, seqlen_k=230), Case(softcap=20.0)], ids=lambda c: c.id
-)
-def test_scoring_tiles_in_pairs_changes_no_bit(case, device, monkeypatch):
-    call = build(case, torch.float16, device)
-    single, paired = (TileConfig(*case.tile, num_warps=4, num_stages=2, paired=paired) for paired in (False, True))
-    _assert_same_bits(_run_with(monkeypatch, call, config=single), _run_with(monkeypatch, call, config=paired))
-
-
-def test_pairs_of_tiles_give_the_rules_values_without_the_work_too(device, monkeypatch):
-    """Where the work is not asked for, one vote settles a pair that is skipped."""
-    call = build(Case(seqlen_q=200), torch.float32, device)
-    launch, config = forward_module.launch_forward, TileConfig(16, 16, num_warps=4, num_stages=2, paired=True)
-    expected, expected_lse, work = _run(call)
-    assert (work.tiles == SKIPPED).any()
-    monkeypatch.setattr(forward_module, "launch_forward", lambda *args: launch(*args, config=config))
-    out, lse = call.run("triton", return_lse=True)
-    assert torch.equal(out, expected)
-    assert torch.equal(lse, expected_lse)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
@@ -239,7 +223,31 @@ def test_pairs_of_tiles_give_the_rules_values_without_the_work_too(device, monke
 )
 def test_descriptors_and_pointers_give_the_same_bits(case, device, monkeypatch):
     call = build(case, torch.bfloat16, device)
-    _assert_same_bits(_run_with(monkeypatch, call, use_tma=True), _run_with(monkeypatch, call, use_tma=False))
+    with_tma, without = (_run_with(monkeypatch, call, use_tma=tma, use_hopper=False) for tma in (True, False))
+    _assert_same_bits(with_tma, without)
+
+
+HOPPER = [
+    Case(seqlen_q=700, tile=(64, 128), num_heads=4, num_kv_heads=2, head_dim=128, batch=2),
+    Case(seqlen_q=900, tile=(64, 128), family="captured", num_heads=3),
+    Case(seqlen_q=333, seqlen_k=777, tile=(64, 64), head_dim=256),
+    Case(seqlen_q=777, seqlen_k=333, tile=(64, 128)),
+    Case(seqlen_q=100, seqlen_k=901, tile=(64, 128), causal=False),
+    Case(seqlen_q=640, tile=(64, 128), window=(200, -1), softcap=20.0, sinks="learned", head_dim=96),
+    Case(seqlen_q=640, tile=(64, 128), window=(200, 50), causal=False, head_dim=192, v_head_dim=128),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not is_hopper(), reason="the Hopper kernel needs compute capability 9.0")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", HOPPER, ids=ids(HOPPER))
+def test_the_hopper_kernel_gives_the_rules_values_and_the_portable_kernels_tiles(case, dtype, device, monkeypatch):
+    call = build(case, dtype, device)
+    out, lse, work = _run_with(monkeypatch, call, use_hopper=True)
+    check_forward(call, out, lse, work)
+    assert torch.equal(work.tiles, _run_with(monkeypatch, call, use_hopper=False)[2].tiles)
+    _assert_same_bits(_run_with(monkeypatch, call, use_hopper=True), (out, lse, work))
 
 
 @pytest.mark.gpu
@@ -267,14 +275,18 @@ def test_queries_and_outputs_beyond_2_to_the_31_elements_are_addressed(device):
 
 
 @pytest.mark.gpu
-def test_a_growing_sequence_recompiles_nothing(device):
+@pytest.mark.parametrize("seqlen_q", [1, 100])
+def test_a_growing_sequence_recompiles_nothing(seqlen_q, device):
     """tau, lengths, offsets and strides are runtime values: a cache that grows token by token reuses one kernel."""
-    compiled = lambda: sum(len(cache[0]) for cache in forward_module.mala_forward_kernel.device_caches.values())  # noqa: E731
-    cache = build(Case(seqlen_q=1, seqlen_k=600, tile=None, num_heads=4), torch.bfloat16, device)
+    kernels = (forward_module.mala_forward_kernel, forward_hopper.mala_forward_hopper_kernel)
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    cache = build(Case(seqlen_q=seqlen_q, seqlen_k=600, tile=None, num_heads=4), torch.bfloat16, device)
     cache.with_(k=cache.k[:, :511], v=cache.v[:, :511]).run("triton")
     before = compiled()
     for length in (1, 2, 15, 16, 17, 63, 64, 100, 128, 255, 256, 333, 512, 600):
-        grown = cache.with_(k=cache.k[:, :length], v=cache.v[:, :length], tau=length / 100)
-        grown.run("triton")
-        cache.with_(k=cache.k[:, :length].clone(), v=cache.v[:, :length].clone()).run("triton")
+        for k, v in ((cache.k[:, :length],) * 2, (cache.k[:, :length].clone(), cache.v[:, :length].clone())):
+            cache.with_(k=k, v=v, tau=length / 100).run("triton")
     assert compiled() == before
