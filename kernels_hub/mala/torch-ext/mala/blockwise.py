@@ -52,13 +52,13 @@ def retained_tiles(tile_max: Tensor, log_mass: Tensor, log_before: Tensor, thres
     Returns:
         bool (B, K, G, T) and the log normalizer (B, K, G, M) after the last of them.
     """
-    legal = tile_max > NEG_INF
+    legal = tile_max != NEG_INF  # a NaN votes
     visible = legal.any(3)
     retained = visible
     while True:
         retained_mass = log_mass.where(retained[..., None, :], NEG_INF)
         normalizer = torch.cat([log_before[..., None], retained_mass], -1).logcumsumexp(-1)  # (B, K, G, M, 1 + T)
-        passes = (tile_max >= normalizer[..., :-1] + threshold[..., None]) & legal
+        passes = ~(tile_max < normalizer[..., :-1] + threshold[..., None]) & legal
         update = passes.any(3)
         if torch.equal(update, retained):
             return retained, normalizer[..., -1]
@@ -205,7 +205,7 @@ def _forward_tile(tile: _QueryTile, v: Tensor, tiles: Tensor) -> tuple[Tensor, T
         retained, new_lse = retained_tiles(tile_max.flip(-1), log_mass.flip(-1), lse, tile.threshold)
         retained = retained.flip(-1)  # (B, K, G, T)
         first = start // block_n
-        visible = (tile_max > NEG_INF).any(3)
+        visible = (tile_max != NEG_INF).any(3)
         tiles[..., first : first + retained.shape[-1]] = (
             torch.where(retained, RETAINED, SKIPPED).to(torch.int8) * visible
         )
@@ -263,9 +263,9 @@ def backward(
             for start, stop in tile.chunks:
                 scores, _ = tile.scores(start, stop)
                 tile_max = tile.by_tile(scores, NEG_INF).amax(-1)  # (B, K, G, M, T)
-                legal = tile_max > NEG_INF
+                legal = tile_max != NEG_INF
                 limit = (row_lse + tile.threshold)[..., None]
-                retained = ((tile_max >= limit) & legal).any(3)  # (B, K, G, T)
+                retained = (~(tile_max < limit) & legal).any(3)  # (B, K, G, T)
                 first, count = start // block_n, retained.shape[-1]
                 tiles[seq, :, index, first : first + count] = (
                     (torch.where(retained, RETAINED, SKIPPED) * legal.any(3)).to(torch.int8).flatten(1, 2)

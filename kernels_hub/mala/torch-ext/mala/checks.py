@@ -46,6 +46,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ndim
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(f"{name} must be 1 to {MAX_HEAD_DIM}, got {dim}")
     if sinks is not None:
+        if not isinstance(sinks, Tensor):
+            raise ValueError(f"sinks must be a tensor ({num_heads},), got {type(sinks).__name__}")
         if sinks.shape != (num_heads,) or not sinks.is_floating_point():
             raise ValueError(f"sinks must be floating-point ({num_heads},), got {sinks.dtype} {tuple(sinks.shape)}")
         if sinks.device != q.device:
@@ -60,10 +62,16 @@ def check_numbers(*, tau: float, softmax_scale: float, softcap: float, window, t
         raise ValueError(f"softmax_scale must be finite and > 0, got {softmax_scale!r}")
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and >= 0 (0: none), got {softcap!r}")
-    if len(window) != 2 or not all(isinstance(side, int) and side >= -1 for side in window):
+    if (
+        not isinstance(window, (tuple, list))
+        or len(window) != 2
+        or not all(isinstance(side, int) and side >= -1 for side in window)
+    ):
         raise ValueError(f"window must be two integers (left, right) >= -1 (-1: unlimited), got {window!r}")
     if tile is not None and not (
-        len(tile) == 2 and all(isinstance(n, int) and n >= 1 and n & (n - 1) == 0 for n in tile)
+        isinstance(tile, (tuple, list))
+        and len(tile) == 2
+        and all(isinstance(n, int) and n >= 1 and n & (n - 1) == 0 for n in tile)
     ):
         raise ValueError(f"tile must be two powers of two (BLOCK_M, BLOCK_N), got {tile!r}")
 
@@ -80,10 +88,48 @@ def check_lengths(count: int, device: torch.device, **lengths: Optional[Tensor])
             raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
 
 
+def check_boundaries(total: int, name: str, cu_seqlens: Tensor, max_seqlen: Optional[int]) -> int:
+    """The longest packed sequence. Where the boundaries can be read without waiting for a device, or must be, they are checked."""
+    if max_seqlen is not None and cu_seqlens.device.type != "cpu":
+        return max_seqlen
+    boundaries = cu_seqlens.tolist()
+    lengths = [end - start for start, end in zip(boundaries, boundaries[1:])]
+    if not boundaries or boundaries[0] != 0 or boundaries[-1] > total or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"cu_seqlens_{name} must start at 0, never fall, and end within {total} rows, got {boundaries}"
+        )
+    longest = max(lengths, default=0)
+    if max_seqlen is not None and max_seqlen < longest:
+        raise ValueError(f"max_seqlen_{name} is {max_seqlen}, but a sequence has length {longest}")
+    return longest if max_seqlen is None else max_seqlen
+
+
+def check_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor) -> None:
+    """New keys and values fit the caches they are written into; on a GPU a full cache shows as an index error of the device."""
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if cache.requires_grad:
+            raise ValueError(f"{name}_cache is written in place and cannot require a gradient")
+        if not isinstance(new, Tensor) or new.ndim != 4 or new.dtype != cache.dtype or new.device != cache.device:
+            got = f"{new.dtype} {tuple(new.shape)} on {new.device}" if isinstance(new, Tensor) else type(new).__name__
+            raise ValueError(f"{name} must have 4 dimensions and {name}_cache's dtype and device, got {got}")
+        if (new.shape[0], *new.shape[2:]) != (cache.shape[0], *cache.shape[2:]):
+            raise ValueError(
+                f"{name} must fit {name}_cache {tuple(cache.shape)} but for its length, got {tuple(new.shape)}"
+            )
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must have one length, got {k.shape[1]} and {v.shape[1]}")
+    if cache_seqlens.device.type == "cpu" and cache_seqlens.numel():
+        longest = int(cache_seqlens.max()) + k.shape[1]
+        if longest > k_cache.shape[1] or int(cache_seqlens.min()) < 0:
+            raise ValueError(f"the cache has room for {k_cache.shape[1]} keys, needed are {longest}")
+
+
 def normalized_mask(mask: Optional[Tensor], q: Tensor, k: Tensor, has_lengths: bool) -> Optional[Tensor]:
     """``mask`` as bool (batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k), checked against q and k."""
     if mask is None:
         return None
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask must be a bool tensor, got {type(mask).__name__}")
     target = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool (True: may attend), got {mask.dtype}; additive biases are not supported")

@@ -9,10 +9,11 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import blockwise, reference
 from .blockwise import Settings
-from .checks import check_lengths, check_numbers, check_tensors, normalized_mask
+from .checks import check_boundaries, check_cache, check_lengths, check_numbers, check_tensors, normalized_mask
 from .tile_config import tile_config
 from .visibility import Sequences, fixed_sequences, packed_sequences
 from .work import Work
@@ -120,11 +121,10 @@ def mala_attn_varlen_func(
         out (total_q, num_heads, v_head_dim); lse and certificate are (num_heads, total_q); the work's maps are per sequence.
     """
     check_tensors(q, k, v, sinks, ndim=3)
-    check_lengths(cu_seqlens_q.numel(), q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    longest_q, longest_k = (
-        int(cu.diff().max()) if given is None and cu.numel() > 1 else int(given or 0)
-        for cu, given in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k))
-    )
+    count = cu_seqlens_q.numel() if isinstance(cu_seqlens_q, Tensor) else 0
+    check_lengths(count, q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    longest_q = check_boundaries(q.shape[0], "q", cu_seqlens_q, max_seqlen_q)
+    longest_k = check_boundaries(k.shape[0], "k", cu_seqlens_k, max_seqlen_k)
     settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, longest_q)
     sequences = packed_sequences(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, settings.window[1])
     call = _Call(settings, sequences, _implementation(impl, q), return_work)
@@ -162,14 +162,14 @@ def mala_attn_with_kvcache_func(
         leftpad_k: int (batch,), first key that counts.
         Others and returned values as in :func:`mala_attn_func`.
     """
+    check_tensors(q, k_cache, v_cache, sinks, ndim=4)
     check_lengths(q.shape[0], q.device, cache_seqlens=cache_seqlens, leftpad_k=leftpad_k)
     if (k is None) != (v is None):
         raise ValueError("k and v are written into the cache together: give both or neither")
     seqused_k = cache_seqlens
     if k is not None and v is not None:
+        check_cache(k_cache, v_cache, k, v, cache_seqlens)
         new = k.shape[1]
-        if k_cache.requires_grad or v_cache.requires_grad:
-            raise ValueError("k_cache and v_cache are written in place and cannot require a gradient")
         position = cache_seqlens.long()[:, None] + torch.arange(new, device=q.device)
         sequence = torch.arange(q.shape[0], device=q.device)[:, None]
         k_cache[sequence, position] = k
@@ -232,11 +232,12 @@ class _MalaAttention(torch.autograd.Function):
         return out, lse, tiles, certificate
 
     @staticmethod
-    def backward(ctx, do, *_):
+    @once_differentiable
+    def backward(ctx, do, *unused):
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
         call: _Call = ctx.call
-        backward = reference.backward_sequences if call.impl == "reference" else blockwise.backward
-        dq, dk, dv, dsinks, _ = backward(q, k, v, out, lse, do, call.settings, call.sequences, sinks, mask)
+        compute = reference.backward_sequences if call.impl == "reference" else blockwise.backward
+        dq, dk, dv, dsinks, _ = compute(q, k, v, out, lse, do, call.settings, call.sequences, sinks, mask)
         return dq, dk, dv, dsinks, None, None
 
 

@@ -104,7 +104,7 @@ def forward_head(
             keys = slice(k_tile * block_n, min((k_tile + 1) * block_n, seqlen_k))
             tile_scores = scores[rows, keys]  # (Bm, Bn)
             tile_max = tile_scores.amax(1)  # (Bm,)
-            constrains = tile_max > -math.inf  # (Bm,)
+            constrains = tile_max != -math.inf  # (Bm,); a NaN does
             if not constrains.any():
                 continue
             limit = row_max + torch.log(row_sum) + limit_offset[rows]  # (Bm,)
@@ -162,7 +162,7 @@ def backward_head(
             keys = slice(k_tile * block_n, min((k_tile + 1) * block_n, seqlen_k))
             tile_scores = scores[rows, keys]  # (Bm, Bn)
             tile_max = tile_scores.amax(1)  # (Bm,)
-            if not ((tile_max >= limit[rows]) & (tile_max > -math.inf)).any():
+            if not (~(tile_max < limit[rows]) & (tile_max != -math.inf)).any():
                 continue
             retained[q_tile, k_tile] = True
             p = torch.exp(tile_scores - lse[rows, None])  # (Bm, Bn)
