@@ -125,7 +125,7 @@ def _reduced(work: Work) -> tuple[Tensor, Tensor]:
     rows = work.rows.sum(1).double()[:, None]  # (num_sequences, 1)
     slots, visible = ((x.double() * rows).sum(0) for x in (work.key_slots_per_query, work.visible_slots_per_query))
     bound = work.omitted_mass_bound.double()
-    bound = bound if bound.ndim == 2 else bound.transpose(0, 1).flatten(1)  # (num_heads, all rows)
+    bound = (bound if bound.ndim == 2 else bound.transpose(0, 1).flatten(1)).contiguous()  # (num_heads, all rows)
     num_heads, places = bound.shape
     bins = torch.bucketize(bound, _bin_edges(bound.device)).clamp(max=BINS - 1)
     offsets = torch.arange(num_heads, device=bound.device)[:, None] * BINS
