@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README's Python runs as written, on a tiny checkpoint in place of the Hub's, and what it points at exists."""
 
+import json
 import re
 from pathlib import Path
 
@@ -42,3 +43,21 @@ def test_the_commands_of_the_readme_are_the_commands_there_are():
         line.split()[0] for line in build_parser().format_help().split("COMMAND\n")[1].splitlines() if line.strip()
     ]
     assert re.findall(r"^    mala-hf (\w+)  ", README, re.MULTILINE) == listed
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_stored_run():
+    runs = json.loads((ROOT / "docs" / "demo" / "demo.json").read_text("utf-8"))["runs"]
+    rows = {cells[1].strip(): cells[2:5] for line in README.splitlines() if len(cells := line.split("|")) == 6}
+
+    def numbers(row):
+        return [float(cell.split()[0]) for cell in rows[row]]
+
+    def of_runs(key, of_full):
+        return [of_full, *(100 * run["summary"][key] for run in runs[1:])]
+
+    assert numbers("perplexity") == pytest.approx([run["ppl"] for run in runs], abs=5e-5)
+    assert numbers("post-score work") == pytest.approx(of_runs("work_fraction", 100), abs=0.05)
+    assert numbers("work of the lowest head") == pytest.approx(of_runs("work_fraction_min_head", 100), abs=0.05)
+    assert numbers("omitted mass, mean") == pytest.approx(of_runs("omitted_mass_mean", 0), abs=5e-5)
+    assert numbers("same greedy tokens") == [64, *(run["same_continuation_tokens"] for run in runs[1:])]
+    assert numbers("prefill time") == pytest.approx([run["prefill_seconds"] for run in runs], abs=0.05)
