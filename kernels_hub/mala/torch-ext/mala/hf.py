@@ -120,28 +120,26 @@ def _attend(
         visible = Visible(visible.window)
     listeners = recorders.get()
     work = None
-    # the dtypes are settled; inside, autocast would round the scores
-    with torch.autocast(q.device.type, enabled=False):
-        if settings.tau is None:
-            if softcap or s_aux is not None:
-                lacking = "a softcap" if softcap else "attention sinks"
-                raise ValueError(
-                    f"layer {getattr(module, 'layer_idx', None)} is set to {DENSE!r} but has {lacking}, which torch's SDPA lacks: "
-                    "set its tau to 0 (full attention) instead"
-                )
-            out = dense_attention(q, k, v, visible, scaling)
-        else:
-            options = {
-                "tau": settings.tau,
-                "tile": settings.tile,
-                "softmax_scale": scaling,
-                "softcap": softcap or 0.0,
-                "sinks": s_aux,
-                "impl": impl,
-                "return_work": bool(listeners),
-            }
-            result = _mala(q, k, v, visible, options)
-            out, work = result if listeners else (result, None)
+    if settings.tau is None:
+        if softcap or s_aux is not None:
+            lacking = "a softcap" if softcap else "attention sinks"
+            raise ValueError(
+                f"layer {getattr(module, 'layer_idx', None)} is set to {DENSE!r} but has {lacking}, which torch's SDPA lacks: "
+                "set its tau to 0 (full attention) instead"
+            )
+        out = dense_attention(q, k, v, visible, scaling)
+    else:
+        options = {
+            "tau": settings.tau,
+            "tile": settings.tile,
+            "softmax_scale": scaling,
+            "softcap": softcap or 0.0,
+            "sinks": s_aux,
+            "impl": impl,
+            "return_work": bool(listeners),
+        }
+        result = _mala(q, k, v, visible, options)
+        out, work = result if listeners else (result, None)
     for listener in listeners:
         listener(module, work, settings.tau)
     return out

@@ -225,7 +225,8 @@ def _forward(q, k, v, sinks, mask, call: _Call):
 class _MalaAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, mask, call: _Call):
-        out, lse, tiles, certificate = _forward(q, k, v, sinks, mask, call)
+        with torch.autocast(q.device.type, enabled=False):  # it would round scores to 16 bit
+            out, lse, tiles, certificate = _forward(q, k, v, sinks, mask, call)
         ctx.save_for_backward(q, k, v, sinks, mask, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(*(x for x in (lse, tiles, certificate) if x is not None))
@@ -237,7 +238,8 @@ class _MalaAttention(torch.autograd.Function):
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
         call: _Call = ctx.call
         compute = reference.backward_sequences if call.impl == "reference" else blockwise.backward
-        dq, dk, dv, dsinks, _ = compute(q, k, v, out, lse, do, call.settings, call.sequences, sinks, mask)
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv, dsinks, _ = compute(q, k, v, out, lse, do, call.settings, call.sequences, sinks, mask)
         return dq, dk, dv, dsinks, None, None
 
 
