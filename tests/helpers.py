@@ -198,6 +198,20 @@ def check_rows_without_keys(call: Call, out: Tensor, lse: Tensor, outside: Tenso
     assert torch.equal(lse[outside], empty[:, None].expand_as(lse)[outside]), "lse of rows that see no key"
 
 
+def run_kernel(call: Call):
+    """out, lse, work of the Triton forward."""
+    return call.run("triton", return_lse=True, return_work=True)
+
+
+def assert_same_bits(results, others) -> None:
+    """Two (out, lse, work) that must not differ in any bit."""
+    (out, lse, work), (other, other_lse, other_work) = results, others
+    assert torch.equal(out, other)
+    assert torch.equal(lse, other_lse)
+    assert torch.equal(work.tiles, other_work.tiles)
+    assert torch.equal(work.certificate, other_work.certificate)
+
+
 def random_gradient(call: Call, seed: int = 7) -> Tensor:
     """do, shaped like the output."""
     shape = (*call.q.shape[:-1], call.v.shape[-1])

@@ -153,6 +153,18 @@ def test_padding_that_holds_nan_reaches_no_gradient(monkeypatch):
     assert not gradients[1][call.k.isnan()].any()
 
 
+@pytest.mark.parametrize("impl", ["blockwise", "reference"])
+def test_a_gradient_that_is_nan_on_padding_rows_reaches_nothing(impl):
+    call = build(Case(layout="padded", batch=3, sinks="learned"), torch.float64)
+    leaves = [x.detach().requires_grad_() for x in call.tensors_and_sinks()]
+    out = call.with_(**dict(zip(["q", "k", "v", "sinks"], leaves, strict=True))).run(impl)
+    do = random_gradient(call)
+    for b, rows in enumerate(call.options["seqused_q"].tolist()):
+        do[b, rows:] = float("nan")
+    for gradient in torch.autograd.grad(out, leaves, do):
+        assert gradient.isfinite().all()
+
+
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="peak memory is read from Linux's /proc")
 def test_memory_is_that_of_a_row_of_tiles():
     """At 8192 x 8192 one score matrix is 268 MB; forward and backward together stay far below it."""
