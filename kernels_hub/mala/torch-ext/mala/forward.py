@@ -16,14 +16,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import forward_hopper
 from .blockwise import Settings
 from .rule import log2_threshold
 from .tile_config import TileConfig, padded_head_dim, tile_config
 from .tile_steps import LOG2_E, allocate, legal_pairs, score_tile
-from .tma import by_head_view, has_tma
+from .tma import HAS_GLUON_FOR_HOPPER, by_head_view, has_tma, nvidia_major
 from .visibility import Sequences, visible_keys_under_mask
 
 LN_2 = tl.constexpr(math.log(2.0))
@@ -204,7 +202,9 @@ def mala_forward_kernel(
         tl.store(certificate_ptr + row_base + rows, omitted * inverse, mask=row_exists)
 
 
-def _descriptor(x: Tensor, block_n: int, block_d: int) -> TensorDescriptor:
+def _descriptor(x: Tensor, block_n: int, block_d: int):
+    from triton.tools.tensor_descriptor import TensorDescriptor  # absent before triton 3.4
+
     shape, strides = by_head_view(x)
     return TensorDescriptor(x, shape, strides, [1, 1, block_n, block_d])
 
@@ -250,8 +250,10 @@ def launch_forward(
     if out.numel() == 0 or num_q_tiles == 0:
         return out, lse, tiles, certificate
 
-    if use_hopper is None:
-        use_hopper = forward_hopper.supports(q, k, v, sequences, mask, config)
+    if use_hopper is not False and HAS_GLUON_FOR_HOPPER and nvidia_major(q.device) == 9:
+        from . import forward_hopper
+
+        use_hopper = use_hopper or forward_hopper.supports(q, k, v, sequences, mask, config)
     if use_hopper:
         forward_hopper.launch_forward_hopper(q, k, v, out, lse, tiles, certificate, settings, sequences, sinks, config)
         return out, lse, tiles, certificate

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .blockwise import Settings
 from .rule import is_tile_retained, limit_of, log2_threshold, online_softmax_step
 from .tile_config import TileConfig, padded_head_dim
-from .tma import by_head_view, has_tma, nvidia_major
+from .tma import by_head_view, has_tma
 from .visibility import Sequences
 
 LOG2_E = gl.constexpr(math.log2(math.e))
@@ -268,7 +268,6 @@ def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Option
     """Does the Hopper kernel cover this call? ``config`` is the launch shape the portable kernel would use."""
     return (
         q.dtype in (torch.float16, torch.bfloat16)
-        and nvidia_major(q.device) == 9
         and sequences.bounds is None
         and mask is None
         and config.block_m == ROWS_PER_WARPGROUP

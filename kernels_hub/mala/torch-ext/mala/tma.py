@@ -6,7 +6,12 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton
 from torch import Tensor
+
+TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+HAS_DESCRIPTORS = TRITON_VERSION >= (3, 4)
+HAS_GLUON_FOR_HOPPER = TRITON_VERSION >= (3, 6)  # older ones are untried
 
 
 @cache
@@ -19,7 +24,7 @@ def nvidia_major(device: torch.device) -> int:
 
 def has_tma(x: Tensor) -> bool:
     """Can the accelerator read x (batch, seqlen, heads, head_dim)? Its address and strides must be multiples of 16 bytes."""
-    if nvidia_major(x.device) < 9 or x.numel() == 0:
+    if not HAS_DESCRIPTORS or nvidia_major(x.device) < 9 or x.numel() == 0:
         return False
     strides = [stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
     return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
