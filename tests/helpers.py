@@ -171,9 +171,9 @@ def check_forward(call: Call, out: Tensor, lse: Tensor, work) -> int:
         assert_same_tiles(tiles, reference_head(call, head), TIE_ROUNDINGS * precision * size, context)
         truth = attention_over(call, head, tiles == RETAINED)
         same = attention_over(call, head, tiles == RETAINED, dtype)
-        assert_near(
-            f"{context}: out", of_head(out, call, head), truth.out, same.out, size if dtype == torch.float64 else 1.0
-        )
+        # the kernel's products add head_dim terms one after the other, the baseline's in blocks
+        floor = {torch.float64: size, torch.float32: math.sqrt(call.q.shape[-1])}.get(dtype, 1.0)
+        assert_near(f"{context}: out", of_head(out, call, head), truth.out, same.out, floor)
         # scores stay in float32 whatever the inputs' dtype, and so must lse and certificate
         wide = same if dtype == torch.float64 else attention_over(call, head, tiles == RETAINED, torch.float32)
         got_lse, got_certificate = of_head(lse, call, head, True), of_head(work.certificate, call, head, True)
