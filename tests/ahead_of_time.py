@@ -170,14 +170,19 @@ def main(mode: str) -> None:
     """Launches as JSON on stdin; per launch a list of findings (or of distinct specialisations) as JSON on stdout."""
     import torch
     import triton
-    from mala import forward, forward_hopper
+    from mala import forward, tma
 
     torch.cuda.device = contextlib.nullcontext  # tensors are on the CPU
-    portable, hopper, answers = forward.mala_forward_kernel, forward_hopper.mala_forward_hopper_kernel, []
+    kernels, answers = [(forward, "mala_forward_kernel", forward.mala_forward_kernel)], []
+    if tma.HAS_GLUON_FOR_HOPPER:
+        from mala import forward_hopper
+
+        forward.nvidia_major = lambda device: 9  # asked only where use_hopper is
+        kernels.append((forward_hopper, "mala_forward_hopper_kernel", forward_hopper.mala_forward_hopper_kernel))
     for request in json.load(sys.stdin):
         request |= {"seqlens_k": tuple(request["seqlens_k"]), "taus": tuple(request["taus"])}
         triton.runtime.driver.set_active(_NamedTarget(request["target"]))
-        kernel = hopper if request["use_hopper"] else portable
+        module, name, kernel = kernels[request["use_hopper"]]
         kernel.device_caches.clear()
         keys: dict[str, None] = {}
         if mode == "count":
@@ -188,7 +193,7 @@ def main(mode: str) -> None:
 
             triton.knobs.runtime.jit_cache_hook = note
         warmup = _Warmup(kernel)
-        forward.mala_forward_kernel = forward_hopper.mala_forward_hopper_kernel = warmup
+        setattr(module, name, warmup)
         _run(Launch(**request))
         answers.append(list(keys) if mode == "count" else [asdict(_found(compiled)) for compiled in warmup.compiled])
     print(json.dumps(answers))
