@@ -68,7 +68,7 @@ HOPPER = [
     Case(seqlen_q=777, seqlen_k=333, tile=(64, 128)),
     Case(seqlen_q=100, seqlen_k=901, tile=(64, 128), causal=False),
     Case(seqlen_q=640, tile=(64, 128), window=(200, -1), softcap=20.0, sinks="learned", head_dim=96),
-    Case(seqlen_q=640, tile=(64, 128), window=(200, 50), causal=False, head_dim=192, v_head_dim=128),
+    Case(seqlen_q=640, tile=(64, 64), window=(200, 50), causal=False, head_dim=192, v_head_dim=128),
 ]
 
 

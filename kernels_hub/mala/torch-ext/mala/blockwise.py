@@ -242,6 +242,7 @@ def backward(
     dk, dv = torch.zeros_like(k, dtype=compute), torch.zeros_like(v, dtype=compute)
     grid = math.ceil(sequences.max_seqlen_q / block_m), math.ceil(sequences.max_seqlen_k / block_n)
     tiles = torch.zeros(sequences.num_sequences, q.shape[2], *grid, dtype=torch.int8, device=q.device)
+    dsinks = q.new_zeros(q.shape[2], dtype=compute)
     lse = lse.to(compute)
     delta = (out.to(compute) * do.to(compute)).sum(-1).transpose(1, 2)  # (batch, H, seqlen_q)
     for seq, b, (q_begin, q_end, k_begin, k_end) in sequences.groups():
@@ -281,7 +282,7 @@ def backward(
                 tile_dq += (ds @ k_heads[:, :, start:stop]).view_as(tile_dq)
                 dk_heads[:, :, start:stop] += ds.mT @ tile.q.flatten(2, 3)  # tile.q carries softmax_scale
             dq[b, where] = (tile_dq * settings.softmax_scale).permute(0, 3, 1, 2, 4).flatten(2, 3).to(dq.dtype)
-    dsinks = None
-    if sinks is not None:
-        dsinks = -(torch.exp(sinks.to(compute)[:, None] - _finite(lse)) * delta).sum((0, 2)).to(sinks.dtype)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, tiles
+            if sinks is not None:
+                sink_mass = torch.exp(sinks.to(compute).view(kv_heads, -1, 1) - _finite(row_lse))
+                dsinks -= (sink_mass * row_delta).sum((0, 3)).flatten()
+    return dq, dk.to(k.dtype), dv.to(v.dtype), None if sinks is None else dsinks.to(sinks.dtype), tiles

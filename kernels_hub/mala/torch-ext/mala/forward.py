@@ -25,6 +25,7 @@ from .tma import HAS_GLUON_FOR_HOPPER, by_head_view, has_tma, nvidia_major
 from .visibility import Sequences, visible_keys_under_mask
 
 LN_2 = tl.constexpr(math.log(2.0))
+SMALLEST_BLOCK = 16  # of a matrix product
 # values that differ from call to call; none of them may cost a recompile
 # fmt: off
 RUNTIME_VALUES = [
@@ -37,7 +38,8 @@ RUNTIME_VALUES = [
 
 
 @triton.jit
-def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
+def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, batch, kv_head, k_begin, seqlen_k, position,
+                 row_exists,
                  threshold_log2, row_max, row_sum, acc, limit, omitted, first, last, stride_ks, stride_vs,
                  window_left, window_right, scale_log2, softcap_log2,
                  HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -53,7 +55,7 @@ def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_
                              HEAD_DIM, BLOCK_N, BLOCK_D, IS_EDGE, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
         legal_keys = BLOCK_N
         if IS_EDGE:
-            legal = legal_pairs(start_n + tl.arange(0, BLOCK_N), position, row_exists, seqlen_k, mask_base,
+            legal = legal_pairs(start_n + tl.arange(0, BLOCK_N), position, row_exists, seqlen_k, mask_base, stride_ms,
                                  window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_MASK)  # fmt: skip
             scores = tl.where(legal, scores, float("-inf"))
             legal_keys = tl.sum(legal.to(tl.int32), 1)
@@ -147,9 +149,11 @@ def mala_forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     limit = tl.where(row_exists, float("-inf"), float("inf"))
     omitted = tl.zeros([BLOCK_M], tl.float32)
-    mask_base = rows
+    mask_base = head64
     if HAS_MASK:
-        mask_base = mask_ptr + batch64 * stride_mb + head64 * stride_mh + rows * stride_ms
+        mask_base = (
+            mask_ptr + batch64 * stride_mb + head64 * stride_mh + tl.cast(q_begin + start_m, tl.int64) * stride_ms
+        )
         edge_high = first
         edge_low = first
     tiles_base = head64
@@ -161,19 +165,19 @@ def mala_forward_kernel(
             + q_tile_index.to(tl.int64) * stride_tm
         )
     row_max, row_sum, acc, limit, omitted = _visit_tiles(
-        q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
+        q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
         threshold_log2, row_max, row_sum, acc, limit, omitted, edge_high, last, stride_ks * STRIDE_UNIT, stride_vs * STRIDE_UNIT,
         window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
         True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
     if not HAS_MASK:
         row_max, row_sum, acc, limit, omitted = _visit_tiles(
-            q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
+            q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
             threshold_log2, row_max, row_sum, acc, limit, omitted, edge_low, edge_high, stride_ks * STRIDE_UNIT,
             stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N,
             BLOCK_D, BLOCK_DV, False, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
         if HAS_LEFT:
             row_max, row_sum, acc, limit, omitted = _visit_tiles(
-                q_tile, k, v, k_base, v_base, mask_base, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
+                q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
                 threshold_log2, row_max, row_sum, acc, limit, omitted, first, edge_low, stride_ks * STRIDE_UNIT,
                 stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N,
                 BLOCK_D, BLOCK_DV, True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
@@ -233,6 +237,10 @@ def launch_forward(
         shipped = tile_config(head_dim, v_head_dim, q.dtype, sequences.max_seqlen_q)
         config = shipped.with_tile(settings.tile)
     block_m, block_n = config.tile
+    if min(block_m, block_n) < SMALLEST_BLOCK:
+        raise ValueError(
+            f"a kernel's tile must be at least {SMALLEST_BLOCK} x {SMALLEST_BLOCK}, got {config.tile}; use impl='blockwise'"
+        )
     num_q_tiles = math.ceil(sequences.max_seqlen_q / block_m)
     num_k_tiles = math.ceil(sequences.max_seqlen_k / block_n)
 
@@ -254,6 +262,8 @@ def launch_forward(
         from . import forward_hopper
 
         use_hopper = use_hopper or forward_hopper.supports(q, k, v, sequences, mask, config)
+    elif use_hopper:
+        raise ValueError("the Hopper kernel needs compute capability 9.0 and triton 3.6 or newer")
     if use_hopper:
         forward_hopper.launch_forward_hopper(q, k, v, out, lse, tiles, certificate, settings, sequences, sinks, config)
         return out, lse, tiles, certificate
@@ -319,7 +329,7 @@ def launch_forward(
             HAS_SINKS=sinks is not None,
             RETURN_WORK=return_work,
             DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=config.num_warps,
+            num_warps=config.num_warps if mask is None else max(config.num_warps, 8),  # its tile takes registers
             num_stages=config.num_stages,
         )
     return out, lse, tiles, certificate

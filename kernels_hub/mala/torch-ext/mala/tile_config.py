@@ -42,13 +42,13 @@ PREFILL_16BIT = {
 PREFILL_32BIT = {
     32: TileConfig(64, 64, 4, 2),
     64: TileConfig(64, 64, 4, 2),
-    128: TileConfig(64, 32, 4, 2),
+    128: TileConfig(64, 32, 8, 2),
     256: TileConfig(32, 32, 4, 1),
 }
 DECODE_16BIT = {
     32: TileConfig(DECODE_ROWS, 128, 4, 3),
     64: TileConfig(DECODE_ROWS, 128, 4, 3),
-    128: TileConfig(DECODE_ROWS, 128, 4, 3),
+    128: TileConfig(DECODE_ROWS, 128, 4, 2),
     256: TileConfig(DECODE_ROWS, 64, 4, 2),
 }
 DECODE_32BIT = {dim: TileConfig(DECODE_ROWS, 32, 4, 2) for dim in (32, 64, 128, 256)}

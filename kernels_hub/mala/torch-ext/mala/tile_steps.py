@@ -46,8 +46,8 @@ def score_tile(q_tile, k, base, batch, kv_head, k_begin, start_n, seqlen_k, stri
 
 
 @triton.jit
-def legal_pairs(keys, position, row_exists, seqlen_k, mask_base, window_left, window_right,
-                 HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+def legal_pairs(keys, position, row_exists, seqlen_k, mask_base, stride_ms, window_left, window_right,
+                HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
     """Bool (BLOCK_M, BLOCK_N): rows aligned with ``position`` may see ``keys``."""
     legal = (keys < seqlen_k)[None, :] & row_exists[:, None]
     if HAS_LEFT:
@@ -55,7 +55,8 @@ def legal_pairs(keys, position, row_exists, seqlen_k, mask_base, window_left, wi
     if HAS_RIGHT:
         legal &= keys[None, :] <= position[:, None] + window_right
     if HAS_MASK:
-        legal &= tl.load(mask_base[:, None] + keys[None, :], mask=legal, other=0) != 0
+        in_tile = tl.arange(0, position.shape[0]) * stride_ms
+        legal &= tl.load(mask_base + in_tile[:, None] + keys[None, :], mask=legal, other=0) != 0
     return legal
 
 

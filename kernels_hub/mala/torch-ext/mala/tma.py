@@ -23,8 +23,11 @@ def nvidia_major(device: torch.device) -> int:
 
 
 def has_tma(x: Tensor) -> bool:
-    """Can the accelerator read x (batch, seqlen, heads, head_dim)? Its address and strides must be multiples of 16 bytes."""
-    if not HAS_DESCRIPTORS or nvidia_major(x.device) < 9 or x.numel() == 0:
+    """Should the accelerator read x (batch, seqlen, heads, head_dim)? Its address and strides must be multiples of 16 bytes.
+
+    float32 is read through pointers: its products run without tensor cores, and shared-memory operands make them spill.
+    """
+    if not HAS_DESCRIPTORS or nvidia_major(x.device) < 9 or x.numel() == 0 or x.element_size() > 2:
         return False
     strides = [stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
     return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
