@@ -36,18 +36,27 @@ def on_gpu(inputs: dict) -> dict:
     return {name: x.cuda() for name, x in inputs.items()}
 
 
+def ask_every_expert(model):
+    """A router that chooses would turn a rounding into another expert."""
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = module.num_experts
+    return model
+
+
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_bfloat16_forward_is_as_close_to_float32_as_eager(family, kind):
-    model, inputs = tiny(family), INPUTS[kind]
+    model, inputs = ask_every_expert(clone(tiny(family))), INPUTS[kind]
     real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-    exact = logits(model, "eager", inputs)[real]
+    # not eager's: eager GPT-OSS attends across packed sequences
+    exact = logits(model, "mala", inputs, tau=0)[real]
     gpu = clone(model).cuda().bfloat16()
     with mala_hf.record_work(gpu) as report:
         out = logits(gpu, "mala", on_gpu(inputs), tau=0).cpu()
     assert {impl for layer in report.layers.values() for impl in layer.impls} == {"triton"}
     error = (out[real] - exact).norm()
-    baseline = (logits(gpu, "eager", on_gpu(inputs)).cpu()[real] - exact).norm()
+    baseline = (logits(gpu, "eager", on_gpu(inputs)).cpu() - logits(model, "eager", inputs))[real].norm()
     assert error <= 1.2 * baseline
 
 
