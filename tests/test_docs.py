@@ -3,6 +3,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ def test_the_first_example_has_at_most_ten_lines_that_do_something():
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 10
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/rule.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/rule.md", "docs/performance.md"])
 def test_links_to_files_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text("utf-8"))
     assert links
@@ -43,6 +45,12 @@ def test_the_commands_of_the_readme_are_the_commands_there_are():
         line.split()[0] for line in build_parser().format_help().split("COMMAND\n")[1].splitlines() if line.strip()
     ]
     assert re.findall(r"^    mala-hf (\w+)  ", README, re.MULTILINE) == listed
+
+
+def test_every_table_of_results_is_drawn_from_its_file():
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "render_results.py", "--check"], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "<!-- table: forward -->\n| tokens |" in README
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_stored_run():
