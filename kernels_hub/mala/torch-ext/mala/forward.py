@@ -39,8 +39,7 @@ RUNTIME_VALUES = [
 
 @triton.jit
 def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, batch, kv_head, k_begin, seqlen_k, position,
-                 row_exists,
-                 threshold_log2, row_max, row_sum, acc, limit, omitted, first, last, stride_ks, stride_vs,
+                 row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, first, last, stride_ks, stride_vs,
                  window_left, window_right, scale_log2, softcap_log2,
                  HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                  BLOCK_DV: tl.constexpr, IS_EDGE: tl.constexpr, USE_TMA: tl.constexpr, HAS_LEFT: tl.constexpr,
@@ -52,11 +51,11 @@ def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base,
         index = last - 1 - step
         start_n = index * BLOCK_N
         scores = score_tile(q_tile, k, k_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_ks, scale_log2, softcap_log2,
-                             HEAD_DIM, BLOCK_N, BLOCK_D, IS_EDGE, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
+                            HEAD_DIM, BLOCK_N, BLOCK_D, IS_EDGE, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
         legal_keys = BLOCK_N
         if IS_EDGE:
             legal = legal_pairs(start_n + tl.arange(0, BLOCK_N), position, row_exists, seqlen_k, mask_base, stride_ms,
-                                 window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_MASK)  # fmt: skip
+                                window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_MASK)  # fmt: skip
             scores = tl.where(legal, scores, float("-inf"))
             legal_keys = tl.sum(legal.to(tl.int32), 1)
         tile_max = tl.max(scores, 1) * to_log2  # (BLOCK_M,)

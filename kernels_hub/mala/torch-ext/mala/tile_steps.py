@@ -13,7 +13,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def load_tile(x, base, batch, head, first_row, row, num_rows, dim, stride, WIDTH: tl.constexpr, IS_EDGE: tl.constexpr,
-               USE_TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+              USE_TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """(BLOCK_N, BLOCK_D) rows of K or V, zero beyond the sequence and beyond head_dim. ``x``: descriptor or pointer."""
     if USE_TMA:
         tile = x.load([batch, head, (first_row + row).to(tl.int32), 0]).reshape(BLOCK_N, BLOCK_D)
@@ -33,11 +33,11 @@ def load_tile(x, base, batch, head, first_row, row, num_rows, dim, stride, WIDTH
 
 @triton.jit
 def score_tile(q_tile, k, base, batch, kv_head, k_begin, start_n, seqlen_k, stride_ks, scale_log2, softcap_log2,
-                HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr,
-                USE_TMA: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
+               HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_EDGE: tl.constexpr,
+               USE_TMA: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
     """(BLOCK_M, BLOCK_N) unmasked scores; log2 units with a softcap, else still to be multiplied by scale_log2."""
     k_tile = load_tile(k, base, batch, kv_head, k_begin, start_n, seqlen_k, tl.arange(0, BLOCK_D), stride_ks,
-                        HEAD_DIM, IS_EDGE and not USE_TMA, USE_TMA, BLOCK_N, BLOCK_D)  # fmt: skip
+                       HEAD_DIM, IS_EDGE and not USE_TMA, USE_TMA, BLOCK_N, BLOCK_D)  # fmt: skip
     scores = tl.dot(q_tile, k_tile.T, input_precision=DOT_PRECISION)
     if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
         exponent = scores * (2.0 * LOG2_E * scale_log2 / softcap_log2)
@@ -62,9 +62,9 @@ def legal_pairs(keys, position, row_exists, seqlen_k, mask_base, stride_ms, wind
 
 @triton.jit
 def allocate(scores, to_log2, tile_max, legal_keys, v, base, batch, kv_head, k_begin, start_n, seqlen_k, stride_vs,
-              tiles_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
-              V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, IS_EDGE: tl.constexpr,
-              USE_TMA: tl.constexpr, RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
+             tiles_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
+             V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, IS_EDGE: tl.constexpr,
+             USE_TMA: tl.constexpr, RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
     """The rule's step for one scored tile: post-score work where it is retained, its certificate where it is skipped."""
     retained = is_tile_retained(tile_max, limit)
     if RETURN_WORK:
