@@ -75,7 +75,14 @@ def perplexity() -> str:
     return table(header, lines)
 
 
-TABLES = {"forward": forward, "perplexity": perplexity}
+def blockwise() -> str:
+    """Time of the CPU form and of Transformers' eager attention."""
+    found = results("blockwise_cpu")
+    cells = [f"{found['eager_ms']:.0f}", f"{found['blockwise_ms']:.0f}", f"{found['blockwise_over_eager']:.2f}"]
+    return table(["tokens", "eager, ms", "blockwise, ms", "blockwise / eager"], [[f"{found['seqlen']:,}", *cells]])
+
+
+TABLES = {"forward": forward, "perplexity": perplexity, "blockwise": blockwise}
 
 
 def rendered(text: str) -> str:
