@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 13 tasks of RULER: samples of any length for any tokenizer, and the score of what a model answers.
+
+An independent implementation of RULER's published task definitions (NVIDIA/RULER, Apache-2.0; Hsieh et al., "RULER: What's the Real
+Context Size of Your Long-Context Language Models?", COLM 2024, https://arxiv.org/abs/2404.06654). Templates, parameters, answer
+budgets, the order of the random draws and the metrics are RULER's, so that equal arguments give equal samples.
+
+    from mala_hf import ruler
+
+    samples = ruler.generate("niah_single_1", tokenizer=tokenizer, length=4096, num_samples=20)
+    predictions = [answer(sample.prompt, max_new_tokens=ruler.TASKS[sample.task].answer_tokens) for sample in samples]
+    ruler.score("niah_single_1", predictions, [sample.outputs for sample in samples])  # percent
+
+Words and sentences come from the extra ``eval``; essays, SQuAD and HotpotQA from files of yours (``Corpora``).
+"""
+
+from .corpora import Corpora, punkt_sentences, split_at_punctuation
+from .generation import Sample, generate
+from .metrics import clean_prediction
+from .scoring import score
+from .tasks import TASKS, Task
+
+__all__ = [
+    "TASKS",
+    "Corpora",
+    "Sample",
+    "Task",
+    "clean_prediction",
+    "generate",
+    "punkt_sentences",
+    "score",
+    "split_at_punctuation",
+]
