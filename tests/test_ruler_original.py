@@ -17,7 +17,7 @@ import pytest
 from project import ROOT
 from ruler_inputs import digest
 
-from mala_hf.ruler import TASKS, Corpora, clean_prediction, generate
+from mala_hf.ruler import TASKS, Corpora, clean_prediction, generate, punkt_sentences
 from mala_hf.ruler.metrics import string_match_all, string_match_part
 
 REFERENCE = ROOT.parent / "shared" / "data" / "ruler_expected"
@@ -97,6 +97,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
 def test_samples_are_those_of_the_original_generators(task, length, tokenizer, corpora):
     samples = generate(task, tokenizer=tokenizer, length=length, num_samples=3, seed=42, corpora=corpora)
     assert digest(samples) == SAMPLES[task, length]
+
+
+def test_nltk_splits_where_the_reference_says():
+    pytest.importorskip("nltk", reason="nltk is not installed")
+    text = sentence_starts()[1]
+    try:
+        sentences = punkt_sentences(text)
+    except LookupError:
+        pytest.skip("nltk has no punkt_tab data here")
+    assert sentences == split_as_punkt_does(text)
 
 
 def test_metrics_are_the_original_ones():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from ruler_inputs import count_words, digest, paragraph, write_corpora
@@ -239,73 +238,3 @@ def test_keys_are_the_sorted_pairs_also_where_adjectives_begin_alike():
     assert [keys[i] for i in range(len(keys))] == sorted(
         {f"{adjective}-{noun}" for adjective in adjectives for noun in nouns}
     )
-
-
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("extra", [1, 40])
-def test_a_length_that_is_too_short_is_an_error(task, extra, draw):
-    with pytest.raises(ValueError, match=f"{task} does not fit in {TASKS[task].answer_tokens + extra} tokens"):
-        draw(task, TASKS[task].answer_tokens + extra)
-
-
-def test_a_length_with_room_for_the_solved_chain_alone_is_an_error(draw):
-    with pytest.raises(ValueError, match="vt does not fit in 560 tokens"):
-        draw("vt", 560)
-
-
-def test_a_tokenizer_too_fine_for_the_solved_chain_is_an_error(draw):
-    with pytest.raises(ValueError, match="solved example does not fit in 500 tokens"):
-        draw("vt", 8192, tokenizer=len)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"task": "niah"}, "unknown RULER task 'niah'; the tasks are niah_single_1, "),
-        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
-        ({"length": 128}, "niah_single_1 keeps 128 tokens for the answer"),
-        ({"tokenizer": "gpt2"}, "tokenizer must be one of transformers or a function text -> tokens, got str"),
-        ({"task": "qa_1", "num_samples": 3}, "3 samples asked for, but squad has 2 questions"),
-    ],
-    ids=["task", "samples", "length", "tokenizer", "questions"],
-)
-def test_bad_arguments_are_refused(options, message, corpora):
-    arguments = {
-        "task": "niah_single_1",
-        "tokenizer": count_words,
-        "length": 1024,
-        "num_samples": 1,
-        "corpora": corpora,
-    }
-    with pytest.raises(ValueError, match=message):
-        generate(**(arguments | options))
-
-
-@pytest.mark.parametrize(("task", "name"), [("niah_single_2", "essays"), ("qa_1", "squad"), ("qa_2", "hotpotqa")])
-def test_a_missing_or_malformed_text_is_named(task, name, tmp_path: Path):
-    def draw(corpora: Corpora | None) -> None:
-        generate(task, tokenizer=count_words, length=1024, num_samples=1, corpora=corpora)
-
-    with pytest.raises(ValueError, match=rf"needs a text of yours: Corpora\({name}=path\)"):
-        draw(None)
-    path = tmp_path / "text.json"
-    with pytest.raises(FileNotFoundError, match=r"text\.json"):
-        draw(Corpora(**{name: path}))
-    path.write_text("{", "utf-8")
-    with pytest.raises(ValueError, match=r"text\.json is not JSON"):
-        draw(Corpora(**{name: path}))
-    path.write_text('{"date": 3}', "utf-8")
-    with pytest.raises(ValueError, match=r"text\.json has another form than expected"):
-        draw(Corpora(**{name: path}))
-
-
-def test_lists_beyond_the_known_words_need_a_longer_list(tmp_path):
-    def few(text: str) -> int:
-        return len(text) // 60
-
-    with pytest.raises(ValueError, match=r"Corpora\(english_words=path\)"):
-        generate("cwe", tokenizer=few, length=32768, num_samples=1)
-    path = tmp_path / "words.json"
-    path.write_text(json.dumps({"1": "one"}), "utf-8")
-    with pytest.raises(ValueError, match=r"tries lists of \d+ words, and english_words has 1"):
-        generate("cwe", tokenizer=few, length=32768, num_samples=1, corpora=Corpora(english_words=path))

@@ -50,14 +50,19 @@ class Sample:
 
 
 def token_counter(tokenizer: Any) -> Callable[[str], int]:
-    """Count the tokens of a text with a tokenizer of transformers, without special tokens; a function that counts is taken as it is."""
+    """Count the tokens of a text with a tokenizer of transformers, without special tokens; a function that counts is taken as it is.
+
+    Raises ``ValueError`` for anything else, and for a function that returns no number or the same one for a longer text.
+    """
     if hasattr(tokenizer, "tokenize"):
         return lambda text: len(tokenizer.tokenize(text))
-    if callable(tokenizer):
-        return tokenizer
-    raise ValueError(
-        f"tokenizer must be one of transformers or a function text -> tokens, got {type(tokenizer).__name__}"
-    )
+    if not callable(tokenizer):
+        got = type(tokenizer).__name__
+        raise ValueError(f"tokenizer must be one of transformers or a function text -> number of tokens, got {got}")
+    few, many = tokenizer("one word"), tokenizer("one word " * 100)
+    if not (isinstance(few, int) and isinstance(many, int) and few < many):
+        raise ValueError("tokenizer must return the number of tokens of a text, more for a longer text")
+    return tokenizer
 
 
 def generate(

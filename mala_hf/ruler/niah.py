@@ -66,7 +66,7 @@ class Essay:
 
 
 def hide_in_lines(needles: list[str], lines: list[str], rng: random.Random) -> str:
-    """Put the needles before random lines: the first needle before the last of them."""
+    """Put the needles before random lines, the first needle furthest down."""
     places = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
     for place, needle in zip(places, needles, strict=True):
         lines.insert(place, needle)
@@ -101,12 +101,12 @@ def draw_task(
         # keys before values: the order of the draws
         return hide_in_lines(needles, [needle(DRAW[keys](rng), DRAW[values](rng)) for _ in range(size)], rng)
 
-    def draw(_: int, size: int) -> Draft:
-        answers: dict[int, tuple[str, list[str]]] = {}
-        for i in range(num_keys):
+    def draw(index: int, size: int) -> Draft:
+        answers = []
+        for _ in range(num_keys):
             key = DRAW[keys](rng)
-            answers[i] = key, [DRAW[values](rng) for _ in range(num_values)]
-        needles = [needle(key, value) for key, key_values in answers.values() for value in key_values]
+            answers.append((key, [DRAW[values](rng) for _ in range(num_values)]))
+        needles = [needle(key, value) for key, key_values in answers for value in key_values]
         context = hide(run.shuffled(needles), size)
         asked = [answers[i] for i in rng.sample(range(num_keys), num_queries)]
         names = [key for key, _ in asked]

@@ -60,6 +60,7 @@ class Keys:
 
     def __getitem__(self, index: int) -> str:
         block = bisect_right(self._ends, index)
+        from_end = index - self._ends[block]  # negative
         if block in self._merged:
-            return self._merged[block][index - self._ends[block]]
-        return self._blocks[block][0] + self._nouns[index - self._ends[block]]
+            return self._merged[block][from_end]
+        return self._blocks[block][0] + self._nouns[from_end]
