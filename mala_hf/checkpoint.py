@@ -119,6 +119,8 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = torch.device(device) if device is not None else default_device()
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device} was asked for, but torch sees no GPU")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if name is not None:
         tokenizer = AutoTokenizer.from_pretrained(name)

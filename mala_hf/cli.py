@@ -61,9 +61,16 @@ def run_ppl_command(options: argparse.Namespace) -> None:
     from tqdm.auto import tqdm
 
     from .checkpoint import OFFLINE_MODEL, load_model
+    from .config import MalaConfig
     from .perplexity import compare_implementations
     from .text import read_text
 
+    if min(options.lengths) < 2:
+        raise ValueError(f"a window needs at least 2 tokens, got length {min(options.lengths)}")
+    if options.windows < 1:
+        raise ValueError(f"at least one window must be scored, got {options.windows}")
+    for tau in options.taus:
+        MalaConfig(tau=tau)
     text, text_name = read_text(options.text)
     model, tokenizer = load_model(options.model, device=options.device)
     input_ids = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids

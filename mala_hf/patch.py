@@ -26,6 +26,10 @@ def patch_model(model: PreTrainedModel, config: MalaConfig | None = None) -> Pre
         ValueError: if the model computes its own attention, so that MALA would never run; or for a layer it does not have.
     """
     config = MalaConfig() if config is None else config
+    if not isinstance(model, PreTrainedModel) or not isinstance(config, MalaConfig):
+        raise ValueError(
+            f"patch_model takes a Transformers model and a MalaConfig, got {type(model).__name__} and {config!r}"
+        )
     key, text_config = _text_config(model)
     _check_can_run(model, text_config)
     _check_layers(config, text_config)

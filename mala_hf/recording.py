@@ -89,8 +89,8 @@ class LayerWork:
 
     @property
     def work_fraction(self) -> Tensor:
-        """float64 (num_heads,): retained / visible slots."""
-        return self.key_slots_per_query / self.visible_slots_per_query.clamp(min=1e-30)
+        """float64 (num_heads,): retained / visible slots; 1 where nothing is visible."""
+        return (self.key_slots_per_query / self.visible_slots_per_query).where(self.visible_slots_per_query > 0, 1.0)
 
     @property
     def omitted_mass_bound_mean(self) -> Tensor:
@@ -166,7 +166,8 @@ class WorkReport:
         counted = [work._sums for work in self._by_name.values() if work._sums is not None]
         if not counted:
             return 1.0
-        return float(sum(sums[1].sum() for sums in counted) / sum(sums[2].sum() for sums in counted))
+        retained, visible = (float(sum(sums[row].sum() for sums in counted)) for row in (1, 2))
+        return retained / visible if visible else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, lists and dicts, fit for JSON."""
@@ -184,9 +185,10 @@ class WorkReport:
                 lines.append(f"{key!s:>5} {DENSE:>6}  dense, not counted")
                 continue
             visible, retained = work.visible_slots_per_query.mean(), work.key_slots_per_query.mean()
+            share = retained / visible if visible else 1.0
             heads = " ".join(f"{100 * fraction:.0f}" for fraction in work.work_fraction.tolist())
             lines.append(
-                f"{key!s:>5} {work.tau:>6.3g} {work.rows:>8} {visible:>9.1f} {retained:>9.1f} {retained / visible:>6.1%} "
+                f"{key!s:>5} {work.tau:>6.3g} {work.rows:>8} {visible:>9.1f} {retained:>9.1f} {share:>6.1%} "
                 f"{work.omitted_mass_bound_mean.mean():>8.2e} {work.omitted_mass_bound_p95.max():>8.2e}  {heads}"
             )
         tiles = sorted({tile for work in self._by_name.values() for tile in work.tiles})
@@ -210,8 +212,8 @@ def record_work(model: torch.nn.Module) -> Iterator[WorkReport]:
         if id(module) in names:
             report.add(names[id(module)], getattr(module, "layer_idx", None), work, tau)
 
-    token = recorders.set((*recorders.get(), listen))
+    recorders.append(listen)
     try:
         yield report
     finally:
-        recorders.reset(token)
+        recorders.remove(listen)

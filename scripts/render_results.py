@@ -40,7 +40,7 @@ def forward() -> str:
         "MALA at tau 0",
         "cuDNN",
         "FlashAttention-2",
-        "MALA over cuDNN",
+        "speedup over cuDNN",
     ]
     rows = [
         [

@@ -105,3 +105,19 @@ def test_each_layer_follows_its_own_setting():
         model(tokens(1, 40))
     assert report.layers[0].work_fraction.min() < 1
     assert report.layers[1].work_fraction.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tau": None}, {"tau": True}, {"layers": {"0": None}}, {"layers": {"2": 0.1}}, {"layers": {"00": 0.5}},
+        {"layers": [0.5]}, {"tile": 16},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_config_written_by_hand_is_refused_where_it_would_be_ignored_or_run_dense(settings):
+    model = tiny("llama")
+    model.config.mala = settings
+    model.set_attn_implementation("mala")
+    with pytest.raises(ValueError, match=r"config\.mala"):
+        model(tokens(1, 8))

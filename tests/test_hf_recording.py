@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_recording_stops_also_after_an_error():
     model = tiny("llama", attention="mala")
     with pytest.raises(KeyError), record_work(model):
         raise KeyError
-    assert hf.recorders.get() == ()
+    assert hf.recorders == []
 
 
 def test_recording_changes_no_output():
@@ -137,3 +138,20 @@ def test_packed_sequences_are_recorded():
     )
     assert report.layers[0].rows == 50
     assert report.work_fraction < 1
+
+
+def test_a_forward_in_another_thread_is_recorded():
+    """Streaming runs generation in a thread of its own."""
+    model = tiny("llama")
+    model.set_attn_implementation("mala")
+    with record_work(model) as report:
+        thread = threading.Thread(target=lambda: model(tokens(1, 8)))
+        thread.start()
+        thread.join()
+    assert len(report.layers) == 2
+
+
+def test_rows_that_see_nothing_leave_a_readable_report():
+    report = recorded(tiny("llama"), {"input_ids": tokens(1, 8), "attention_mask": torch.zeros(1, 8, dtype=torch.long)})
+    assert report.work_fraction == 1.0
+    assert "nan" not in str(report)

@@ -35,7 +35,7 @@ def python_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
 
 
-PACKAGE = sorted((ROOT / "mala_hf").glob("*.py"))
+PACKAGE = sorted((ROOT / "mala_hf").rglob("*.py"))
 OUTSIDE_OPS = {"torch", "triton"}
 
 # file -> what it may import of its own folder; files not named are kernels, which may import all but the last three layers

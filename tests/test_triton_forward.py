@@ -188,3 +188,13 @@ def test_float64_is_refused_because_kernels_compute_in_float32():
     call = build(Case(), torch.float64)
     with pytest.raises(ValueError, match="float64"):
         call.run("triton")
+
+
+def test_a_row_of_nan_scores_gives_nan_and_its_neighbours_numbers(device):
+    """Every score of the row is NaN, so it votes for every tile; it must not come out as zeros."""
+    call = build(Case(seqlen_q=64, num_heads=1, num_kv_heads=1, tile=(16, 16)), torch.float32, device)
+    q = call.q.clone()
+    q[0, 20] = math.nan
+    out = call.with_(q=q).run("triton")
+    assert out[0, 20].isnan().all()
+    assert out[0, torch.arange(64) != 20].isfinite().all()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MALA rule vectorised over batch, heads and rows, in PyTorch: what models run on without a GPU.
 
-Memory is that of one query tile times KEYS_PER_CHUNK keys. The rule is sequential in the key tiles: whether a tile is retained
-depends on the mass retained before it. ``retained_tiles`` solves that recurrence as a fixed point: start from "all retained", test
-every tile against the normalizer that the current guess gives it, repeat until nothing changes. After n rounds the first n tiles
-in visiting order are certainly right, so the fixed point is unique and is the rule's answer; two or three rounds are usual.
+Memory is that of one query tile times KEYS_PER_CHUNK keys, besides float32 copies of 16-bit inputs and one row of tiles of a mask.
+The rule is sequential in the key tiles: whether a tile is retained depends on the mass retained before it. ``retained_tiles`` solves
+that recurrence as a fixed point: start from "all retained", test every tile against the normalizer that the current guess gives it,
+repeat until nothing changes. After n rounds the first n tiles in visiting order are certainly right, so the fixed point is unique and
+is the rule's answer; two or three rounds are usual.
 
 Letters in the shape comments: B batch, K num_kv_heads, G query heads per KV head, M rows, T key tiles, N keys of a chunk.
 """
@@ -234,7 +235,8 @@ def backward(
     sinks: Optional[Tensor],
     mask: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor], Tensor]:
-    """dq, dk, dv, dsinks and tiles: scores are recomputed and tested against the final lse, so the support lies inside forward's."""
+    """dq, dk, dv, dsinks and tiles: scores are recomputed and tested against the final lse, so the support lies inside that of a
+    forward with the same rounding."""
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     block_m, block_n = settings.tile
     kv_heads = k.shape[2]

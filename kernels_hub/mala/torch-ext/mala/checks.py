@@ -55,12 +55,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ndim
 
 
 def check_numbers(*, tau: float, softmax_scale: float, softcap: float, window, tile) -> None:
-    """tau >= 0, finite positive scale, softcap >= 0, a window of two ints >= -1, a tile of two powers of two >= 16."""
-    if not isinstance(tau, (int, float)) or not 0 <= tau < math.inf:
+    """tau >= 0, finite positive scale, softcap >= 0, a window of two ints >= -1, a tile of two powers of two."""
+    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 <= tau < math.inf:
         raise ValueError(f"tau must be a finite number >= 0 (0 is full attention, 1 canonical), got {tau!r}")
-    if not 0 < softmax_scale < math.inf:
+    if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale must be finite and > 0, got {softmax_scale!r}")
-    if not 0 <= softcap < math.inf:
+    if not isinstance(softcap, (int, float)) or not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and >= 0 (0: none), got {softcap!r}")
     if (
         not isinstance(window, (tuple, list))
@@ -76,8 +76,8 @@ def check_numbers(*, tau: float, softmax_scale: float, softcap: float, window, t
         raise ValueError(f"tile must be two powers of two (BLOCK_M, BLOCK_N), got {tile!r}")
 
 
-def check_lengths(count: int, device: torch.device, **lengths: Optional[Tensor]) -> None:
-    """Each given length tensor is integer, (count,), on ``device``."""
+def check_lengths(count: int, device: torch.device, longest: Optional[int] = None, **lengths: Optional[Tensor]) -> None:
+    """Each given length tensor is integer, (count,), on ``device``, and where it can be read without waiting, 0 to ``longest``."""
     for name, x in lengths.items():
         if x is None:
             continue
@@ -86,6 +86,8 @@ def check_lengths(count: int, device: torch.device, **lengths: Optional[Tensor])
             raise ValueError(f"{name} must be an int32 or int64 tensor ({count},), got {got}")
         if x.device != device:
             raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+        if longest is not None and x.device.type == "cpu" and not bool(((x >= 0) & (x <= longest)).all()):
+            raise ValueError(f"{name} must be between 0 and {longest}, got {x.tolist()}")
 
 
 def check_boundaries(total: int, name: str, cu_seqlens: Tensor, max_seqlen: Optional[int]) -> int:
@@ -107,8 +109,8 @@ def check_boundaries(total: int, name: str, cu_seqlens: Tensor, max_seqlen: Opti
 def check_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor) -> None:
     """New keys and values fit the caches they are written into; on a GPU a full cache shows as an index error of the device."""
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if cache.requires_grad:
-            raise ValueError(f"{name}_cache is written in place and cannot require a gradient")
+        if cache.requires_grad or (torch.is_grad_enabled() and getattr(new, "requires_grad", False)):
+            raise ValueError(f"{name}_cache is written in place: it and {name} cannot require a gradient")
         if not isinstance(new, Tensor) or new.ndim != 4 or new.dtype != cache.dtype or new.device != cache.device:
             got = f"{new.dtype} {tuple(new.shape)} on {new.device}" if isinstance(new, Tensor) else type(new).__name__
             raise ValueError(f"{name} must have 4 dimensions and {name}_cache's dtype and device, got {got}")

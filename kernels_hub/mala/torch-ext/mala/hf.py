@@ -8,7 +8,6 @@ A model's settings are the plain dict ``config.mala``: {"tau": 1.0, "layers": {"
 from __future__ import annotations
 
 import warnings
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Callable, Optional
@@ -41,7 +40,7 @@ REFUSED = {
 }
 
 # each is called with (module, work, tau) after a layer's attention; work is None for a dense layer
-recorders: ContextVar[tuple[Callable, ...]] = ContextVar("mala_recorders", default=())
+recorders: list[Callable] = []  # of the process, not of a thread: generation often runs in a thread of its own
 
 
 def mala_attention_forward(module, query, key, value, attention_mask=None, **kwargs) -> tuple[Tensor, None]:
@@ -52,7 +51,7 @@ def mala_attention_forward(module, query, key, value, attention_mask=None, **kwa
         query: (batch, num_heads, seqlen_q, head_dim); key, value (batch, num_kv_heads, seqlen_k, head_dim or v_head_dim).
         attention_mask: None or one of the kinds in ``hf_mask``. None: causal if the layer is, the last row sees the last key.
         kwargs: dropout, scaling, is_causal, sliding_window, softcap, s_aux, position_ids, cu_seq_lens_q, cu_seq_lens_k, ... as
-            Transformers passes them; unknown ones are ignored.
+            Transformers passes them; names that no model of the supported releases gives a meaning are ignored.
 
     Returns:
         out (batch, seqlen_q, num_heads, v_head_dim), and None for the attention weights.
@@ -83,14 +82,19 @@ def layer_settings(module) -> LayerSettings:
         return LayerSettings(1.0, None)
     if not isinstance(mala, dict) or not set(mala) <= set(SETTINGS):
         raise ValueError(f"config.mala must be a dict with the keys {SETTINGS}, got {mala!r}: see mala_hf.MalaConfig")
-    layers, index = mala.get("layers") or {}, getattr(module, "layer_idx", None)
+    layers, index, tile = mala.get("layers") or {}, getattr(module, "layer_idx", None), mala.get("tile")
+    if not isinstance(layers, dict) or not (tile is None or isinstance(tile, (list, tuple))):
+        raise ValueError(f"config.mala: layers must be a dict and tile a pair, got {layers!r} and {tile!r}")
+    count = getattr(module.config, "num_hidden_layers", None)
+    for key in layers:
+        if not str(key).isdecimal() or str(int(key)) != str(key) or (count is not None and int(key) >= count):
+            raise ValueError(f"config.mala: {key!r} is not the index of one of the model's {count} layers")
     setting = layers.get(index, layers.get(str(index), mala.get("tau", 1.0)))
-    tile = mala.get("tile")
-    if isinstance(setting, str) and setting != DENSE:
+    if setting != DENSE and (isinstance(setting, bool) or not isinstance(setting, (int, float))):
         raise ValueError(
             f"config.mala: a layer's setting is a tau >= 0 or {DENSE!r}, got {setting!r} for layer {index}"
         )
-    return LayerSettings(None if isinstance(setting, str) else setting, None if tile is None else tuple(tile))
+    return LayerSettings(None if setting == DENSE else setting, None if tile is None else tuple(tile))
 
 
 @torch.compiler.disable  # skipping depends on values: a compiled model breaks its graph here
@@ -118,7 +122,7 @@ def _attend(
     if visible.padding is not None and visible.padding.is_full:  # a cache longer than its content
         k, v = k[:, : visible.padding.width], v[:, : visible.padding.width]
         visible = Visible(visible.window)
-    listeners = recorders.get()
+    listeners = tuple(recorders)
     work = None
     if settings.tau is None:
         if softcap or s_aux is not None:
@@ -209,6 +213,8 @@ def _visible(
     sliding_window: Optional[int],
     kwargs: dict,
 ) -> Visible:
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     side = -1 if sliding_window is None else sliding_window - 1
     window = (side, 0 if causal else side)
     packing = _packing_of_lengths(kwargs, batch)

@@ -70,8 +70,9 @@ def mala_attn_func(
         ValueError: for inputs the rule does not cover; the message says what was got.
     """
     check_tensors(q, k, v, sinks, ndim=4)
-    settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, q.shape[1])
-    check_lengths(q.shape[0], q.device, seqused_q=seqused_q, seqused_k=seqused_k, leftpad_k=leftpad_k)
+    settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, q.shape[1], k.shape[1])
+    check_lengths(q.shape[0], q.device, q.shape[1], seqused_q=seqused_q)
+    check_lengths(q.shape[0], q.device, k.shape[1], seqused_k=seqused_k, leftpad_k=leftpad_k)
     has_lengths = any(lengths is not None for lengths in (seqused_q, seqused_k, leftpad_k))
     mask = normalized_mask(mask, q, k, has_lengths)
     sequences = fixed_sequences(
@@ -121,11 +122,13 @@ def mala_attn_varlen_func(
         out (total_q, num_heads, v_head_dim); lse and certificate are (num_heads, total_q); the work's maps are per sequence.
     """
     check_tensors(q, k, v, sinks, ndim=3)
-    count = cu_seqlens_q.numel() if isinstance(cu_seqlens_q, Tensor) else 0
-    check_lengths(count, q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(cu_seqlens, Tensor):
+            raise ValueError(f"{name} must be an int32 or int64 tensor, got {type(cu_seqlens).__name__}")
+    check_lengths(cu_seqlens_q.numel(), q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     longest_q = check_boundaries(q.shape[0], "q", cu_seqlens_q, max_seqlen_q)
     longest_k = check_boundaries(k.shape[0], "k", cu_seqlens_k, max_seqlen_k)
-    settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, longest_q)
+    settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, longest_q, longest_k)
     sequences = packed_sequences(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, settings.window[1])
     call = _Call(settings, sequences, _implementation(impl, q), return_work)
     out, lse, work = _attend(q[None], k[None], v[None], sinks, None, call)
@@ -163,9 +166,12 @@ def mala_attn_with_kvcache_func(
         Others and returned values as in :func:`mala_attn_func`.
     """
     check_tensors(q, k_cache, v_cache, sinks, ndim=4)
-    check_lengths(q.shape[0], q.device, cache_seqlens=cache_seqlens, leftpad_k=leftpad_k)
+    check_lengths(q.shape[0], q.device, k_cache.shape[1], cache_seqlens=cache_seqlens, leftpad_k=leftpad_k)
     if (k is None) != (v is None):
         raise ValueError("k and v are written into the cache together: give both or neither")
+    # before anything is written
+    _settings(q, v_cache, tau, causal, softmax_scale, window, softcap, tile, q.shape[1], k_cache.shape[1])
+    _implementation(impl, q)
     seqused_k = cache_seqlens
     if k is not None and v is not None:
         check_cache(k_cache, v_cache, k, v, cache_seqlens)
@@ -190,10 +196,11 @@ class _Call:
     return_work: bool
 
 
-def _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, seqlen_q) -> Settings:
+def _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, seqlen_q, seqlen_k) -> Settings:
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     check_numbers(tau=tau, softmax_scale=scale, softcap=softcap, window=window, tile=tile)
-    left, right = window
+    # a side that reaches beyond both sequences is unlimited
+    left, right = (-1 if side >= max(seqlen_q, seqlen_k) else side for side in window)
     tile = tile_config(q.shape[-1], v.shape[-1], q.dtype, seqlen_q).tile if tile is None else tile
     return Settings(float(tau), float(scale), (left, 0 if causal else right), float(softcap), tile)
 

@@ -9,7 +9,8 @@
 
 A row whose tile_max is -inf has no legal key there and does not constrain. A row's first legal tile finds row_sum = 0 and is
 retained. Backward repeats the test with the final lse in place of row_max + log(row_sum). Everything else in this package
-computes the same thing faster; this file is what it is compared with.
+computes the same thing faster; this file is what it is compared with. (The blockwise form multiplies the values of skipped tiles by
+zero instead of not reading them, so it wants them finite.)
 
 Letters in the shape comments: M = seqlen_q, N = seqlen_k, D = head_dim, E = value head_dim, Bm x Bn = one tile.
 """

@@ -13,7 +13,10 @@ def log2_threshold(visible_keys, tau):
 
 @triton.jit
 def is_tile_retained(tile_max, limit_log2):
-    """True if some constraining row reaches its limit; a tile_max of -inf (no legal key) does not constrain, a NaN does."""
+    """True if some constraining row reaches its limit; a tile_max of -inf (no legal key) does not constrain.
+
+    A tile_max of NaN does; but the hardware's maximum passes over a NaN beside numbers, so one NaN key can be skipped unseen.
+    """
     reaches = (tile_max != float("-inf")) & ~(tile_max < limit_log2)
     return tl.max(reaches.to(tl.int32), 0) > 0
 

@@ -4,7 +4,8 @@
 Every layout (fixed, padded on either side, packed, a cache longer than its content) becomes one description: sequence ``b`` owns
 query rows ``q_begin <= i < q_end`` and keys ``k_begin <= j < k_end``. Its last row is aligned with its last key; ``window`` counts
 the keys to the left and right of the aligned one (-1: unlimited), so causal attention is ``window_right = 0``. Tiles start at the
-first row that sees a key and at ``k_begin``: padding never changes which keys share a tile, hence never changes a result.
+first row that sees a key and at ``k_begin``: padding never changes which keys share a tile, hence never changes a result. (A mask
+operand hides keys without moving tiles.)
 """
 
 from __future__ import annotations

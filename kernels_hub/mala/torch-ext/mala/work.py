@@ -17,7 +17,7 @@ class Work:
     Attributes:
         tiles: int8 (num_sequences, num_heads, q_tiles, k_tiles); 0 not visible, 1 skipped, 2 retained. Query tiles start at the
             first row that sees a key, key tiles at the first key of the sequence.
-        certificate: float32, shaped like lse; ``c(i)``, the sum over skipped tiles of (legal keys) * exp(tile max - lse).
+        certificate: shaped and typed like lse; ``c(i)``, the sum over skipped tiles of (legal keys) * exp(tile max - lse).
         rows: int32 (num_sequences, q_tiles); query rows in each query tile.
         tile: (BLOCK_M, BLOCK_N); part of the rule's definition.
         impl: the implementation that ran: "triton", "blockwise" or "reference".
@@ -57,7 +57,7 @@ class Work:
     def work_fraction(self) -> Tensor:
         """float32 (num_sequences, num_heads): retained / visible slots; 1 where nothing is visible."""
         visible = self.visible_slots_per_query
-        return (self.key_slots_per_query / visible.clamp(min=1)).where(visible > 0, 1.0)
+        return (self.key_slots_per_query / visible).where(visible > 0, 1.0)
 
     @property
     def omitted_mass_bound(self) -> Tensor:
