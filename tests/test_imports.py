@@ -94,14 +94,14 @@ def distributions_of(module: str) -> set[str]:
     return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
 
 
-# modules behind a command that asks for its extra first
-BEHIND_EXTRAS = {"demo": "demo", "report": "demo", "checkpoint": "demo", "cli": "demo"}
+# modules behind a command that asks for its extra first, and a folder that nothing else imports
+BEHIND_EXTRAS = {"demo": "demo", "report": "demo", "checkpoint": "demo", "cli": "demo", "ruler": "eval"}
 
 
 @pytest.mark.parametrize("path", [*PACKAGE, *python_files(KERNELS)], ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_third_party_import_is_declared(path):
-    extras = [BEHIND_EXTRAS[path.stem]] if path.parent.name == "mala_hf" and path.stem in BEHIND_EXTRAS else []
-    allowed = declared(*extras)
+    extra = BEHIND_EXTRAS.get(path.stem if path.parent.name == "mala_hf" else path.parent.name)
+    allowed = declared(*([] if extra is None else [extra]))
     for module in imports_of(path):
         if not module.startswith(".") and top_level(module) not in sys.stdlib_module_names:
             assert distributions_of(module) & allowed, f"{path.name} imports {module}, which is not declared"
