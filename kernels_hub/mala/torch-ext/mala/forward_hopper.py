@@ -4,7 +4,7 @@
 In portable Triton all warps of a program wait for a score product, judge it and vote together, and the tensor cores idle
 meanwhile. Here each of two warpgroups owns a query tile of BLOCK_M rows and votes alone: while one judges, the other's product
 runs. A third warp brings key tiles through a ring of STAGES buffers; a value tile is fetched by the warpgroup that retains it.
-Same tiles, same order, same rule functions, hence the same bits as ``forward.py``.
+Same tiles, same order and same rule functions as ``forward.py``, hence the same retained set.
 
 It covers equal-length sequences in 16-bit precision without a mask operand; ``launch_forward`` sends everything else to the
 portable kernel.

@@ -241,7 +241,7 @@ def omitted_mass_head(p: Tensor, tiles: Tensor, tile: tuple[int, int]) -> Tensor
     return (p * skipped[: p.shape[0], : p.shape[1]]).sum(1)
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, settings, sequences, mask: Optional[Tensor]):
+def _heads(q: Tensor, k: Tensor, settings, sequences, mask: Optional[Tensor]):
     """Every (sequence, batch index, head, kv_head, rows, keys, legal) of a call on (batch, seqlen, heads, head_dim) tensors.
 
     ``settings`` and ``sequences`` are those of the public functions; rows and keys are the slices that the sequence owns.
@@ -287,7 +287,7 @@ def forward_sequences(
         math.ceil(sequences.max_seqlen_k / settings.tile[1]),
     )
     tiles = torch.zeros(sequences.num_sequences, num_heads, q_tiles, k_tiles, dtype=torch.int8, device=q.device)
-    for sequence, b, head, kv_head, rows, keys, legal in _heads(q, k, v, settings, sequences, mask):
+    for sequence, b, head, kv_head, rows, keys, legal in _heads(q, k, settings, sequences, mask):
         head_q, head_k, head_v = (
             x[b, part, h].to(compute) for x, part, h in ((q, rows, head), (k, keys, kv_head), (v, keys, kv_head))
         )
@@ -309,7 +309,7 @@ def backward_sequences(q, k, v, out, lse, do, settings, sequences, sinks, mask):
         math.ceil(sequences.max_seqlen_k / settings.tile[1]),
     )
     tiles = torch.zeros(sequences.num_sequences, q.shape[2], q_tiles, k_tiles, dtype=torch.int8, device=q.device)
-    for sequence, b, head, kv_head, rows, keys, legal in _heads(q, k, v, settings, sequences, mask):
+    for sequence, b, head, kv_head, rows, keys, legal in _heads(q, k, settings, sequences, mask):
         head_q, head_k, head_v = (
             x[b, part, h].to(compute) for x, part, h in ((q, rows, head), (k, keys, kv_head), (v, keys, kv_head))
         )

@@ -109,7 +109,7 @@ def visible_keys_under_mask(mask: Tensor, seqlen_q: int, window: tuple[int, int]
     low, high = visible_range(position, seqlen_k, window)
     if mask.shape[-2] == 1 or mask.stride(-2) == 0:  # the same keys for every row: differences of one running count
         running = torch.nn.functional.pad(mask[..., 0, :].cumsum(-1), (1, 0))
-        return (running[..., high.clamp(min=0)] - running[..., low.clamp(max=seqlen_k)]).clamp(min=0).to(torch.int32)
+        return (running[..., high] - running[..., low]).to(torch.int32)
     key = torch.arange(seqlen_k, device=mask.device)
     counts = []
     for start in range(0, seqlen_q, ROWS_PER_MASK_CHUNK):
