@@ -17,11 +17,11 @@ from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 
-def run_with(monkeypatch: pytest.MonkeyPatch, call, **overrides):
+def run_with(monkeypatch: pytest.MonkeyPatch, call, run=None, **overrides):
     launch = forward_module.launch_forward
     with monkeypatch.context() as patch:
         patch.setattr(forward_module, "launch_forward", lambda *args: launch(*args, **overrides))
-        return run_kernel(call)
+        return run_kernel(call) if run is None else run()
 
 
 def is_hopper() -> bool:
@@ -81,6 +81,10 @@ def test_the_hopper_kernel_gives_the_rules_values_and_the_portable_kernels_tiles
     check_forward(call, out, lse, work)
     assert torch.equal(work.tiles, run_with(monkeypatch, call, use_hopper=False)[2].tiles)
     assert_same_bits(run_with(monkeypatch, call, use_hopper=True), (out, lse, work))
+    # without the work, tiles that are both skipped are settled by one vote
+    plain_out, plain_lse = run_with(monkeypatch, call, run=lambda: call.run("triton", return_lse=True), use_hopper=True)
+    assert torch.equal(plain_out, out)
+    assert torch.equal(plain_lse, lse)
 
 
 @pytest.mark.parametrize("which", ["batch stride", "sequence stride"])

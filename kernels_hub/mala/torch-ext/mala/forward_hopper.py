@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .blockwise import Settings
-from .rule import is_tile_retained, limit_of, log2_threshold, online_softmax_step
+from .rule import is_any, is_tile_retained, limit_of, log2_threshold, online_softmax_step, reaches_limit
 from .tile_config import TileConfig, padded_head_dim
 from .tma import by_head_view, has_tma
 from .visibility import Sequences
@@ -56,12 +56,9 @@ def _load_keys(
 
 
 @gluon.jit
-def _allocate(scores, index, stores_map, v_desc, v_smem, v_ready, v_loads, batch, kv_head, tiles_base, offs_n, position, row_exists,
-              threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k, whole_low, whole_high, window_left, window_right,
-              scale_log2, softcap_log2, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, v_layout: gl.constexpr,
-              HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RETURN_WORK: gl.constexpr):  # fmt: skip
-    """The rule's step for one scored tile, as in ``forward.py``."""
-    acc_layout: gl.constexpr = acc.type.layout
+def _judge(scores, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+           softcap_log2, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr):  # fmt: skip
+    """Scores with softcap and mask applied, and their row maximum in log2 units."""
     start_n = index * BLOCK_N
     to_log2 = scale_log2
     if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
@@ -75,7 +72,20 @@ def _allocate(scores, index, stores_map, v_desc, v_smem, v_ready, v_loads, batch
         if HAS_RIGHT:
             legal &= keys[None, :] <= position[:, None] + window_right
         scores = gl.where(legal, scores, float("-inf"))
-    tile_max = gl.max(scores, 1) * to_log2
+    return scores, gl.max(scores, 1) * to_log2
+
+
+@gluon.jit
+def _allocate(scores, tile_max, index, stores_map, v_desc, v_smem, v_ready, v_loads, batch, kv_head, tiles_base, position, row_exists,
+              threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k, window_left, window_right, scale_log2,
+              BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, v_layout: gl.constexpr,
+              HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RETURN_WORK: gl.constexpr):  # fmt: skip
+    """The rule's step for one scored tile, as in ``forward.py``."""
+    acc_layout: gl.constexpr = acc.type.layout
+    start_n = index * BLOCK_N
+    to_log2 = scale_log2
+    if HAS_SOFTCAP:
+        to_log2 = 1.0
     retained = is_tile_retained(tile_max, limit)
     if RETURN_WORK:
         visible = gl.max(tile_max, 0) > float("-inf")
@@ -106,6 +116,16 @@ def _allocate(scores, index, stores_map, v_desc, v_smem, v_ready, v_loads, batch
             contribution = gl.exp2(tile_max - gl.where(row_max == float("-inf"), 0.0, row_max))
             omitted += gl.where(inside > 0, inside * contribution, 0.0)
     return v_loads, row_max, row_sum, acc, limit, omitted
+
+
+@gluon.jit
+def _start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+                  k_layout: gl.constexpr):  # fmt: skip
+    """Start the (BLOCK_M, BLOCK_N) product of the ``tile``-th visited key tile."""
+    stage = tile % STAGES
+    mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
+    k_tile = k_ring.index(stage)._reinterpret(k_ring.dtype, [BLOCK_N, BLOCK_D], k_layout)
+    return warpgroup_mma(q_smem, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -163,18 +183,42 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
 
     mbarrier.wait(q_ready.index(warpgroup), 0)
     q_smem = q_smem._reinterpret(dtype, [BLOCK_M, BLOCK_D], q_layout)
-    for tile in range(last - first):
-        stage = tile % STAGES
-        mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
-        k_tile = k_ring.index(stage)._reinterpret(dtype, [BLOCK_N, BLOCK_D], k_layout)
-        scores = warpgroup_mma(q_smem, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_free.index(stage), count=1)
+    count = last - first
+    if count % 2 == 1:
+        near = _start_scores(q_smem, k_ring, k_ready, zeros, 0, STAGES, BLOCK_N, BLOCK_D, k_layout)
+        near = warpgroup_mma_wait(0, deps=[near])
+        mbarrier.arrive(k_free.index(0), count=1)
+        near, near_max = _judge(
+            near, last - 1, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+            softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
         v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
-            scores, last - 1 - tile, q_tile_index < num_q_tiles, v_desc, v_buffers.index(warpgroup), v_ready.index(warpgroup), v_loads,
-            batch, kv_head, tiles_base, offs_n, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
-            whole_low, whole_high, window_left, window_right, scale_log2, softcap_log2, BLOCK_N, BLOCK_DV, v_layout,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK)  # fmt: skip
+            near, near_max, last - 1, q_tile_index < num_q_tiles, v_desc, v_buffers.index(warpgroup), v_ready.index(warpgroup),
+            v_loads, batch, kv_head, tiles_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
+            window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK)  # fmt: skip
+    for tile in range(count % 2, count, 2):
+        near = _start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
+        far = _start_scores(q_smem, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
+        near = warpgroup_mma_wait(1, deps=[near])
+        mbarrier.arrive(k_free.index(tile % STAGES), count=1)
+        index = last - 1 - tile
+        near, near_max = _judge(
+            near, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+            softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+        far = warpgroup_mma_wait(0, deps=[far])
+        mbarrier.arrive(k_free.index((tile + 1) % STAGES), count=1)
+        far, far_max = _judge(
+            far, index - 1, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+            softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+        # where both are skipped the limit stands still between them, so one vote settles both
+        if is_any(reaches_limit(near_max, limit) | reaches_limit(far_max, limit)) | RETURN_WORK:
+            v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
+                near, near_max, index, q_tile_index < num_q_tiles, v_desc, v_buffers.index(warpgroup), v_ready.index(warpgroup),
+                v_loads, batch, kv_head, tiles_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
+                window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK)  # fmt: skip
+            v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
+                far, far_max, index - 1, q_tile_index < num_q_tiles, v_desc, v_buffers.index(warpgroup), v_ready.index(warpgroup),
+                v_loads, batch, kv_head, tiles_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
+                window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK)  # fmt: skip
 
     if HAS_SINKS:  # joins the normalizer after the last tile
         sink_log2 = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E

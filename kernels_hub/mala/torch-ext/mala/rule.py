@@ -12,13 +12,24 @@ def log2_threshold(visible_keys, tau):
 
 
 @triton.jit
-def is_tile_retained(tile_max, limit_log2):
-    """True if some constraining row reaches its limit; a tile_max of -inf (no legal key) does not constrain.
+def reaches_limit(tile_max, limit_log2):
+    """Rows that constrain and reach their limit; a tile_max of -inf (no legal key) does not constrain.
 
     A tile_max of NaN does; but the hardware's maximum passes over a NaN beside numbers, so one NaN key can be skipped unseen.
     """
-    reaches = (tile_max != float("-inf")) & ~(tile_max < limit_log2)
-    return tl.max(reaches.to(tl.int32), 0) > 0
+    return (tile_max != float("-inf")) & ~(tile_max < limit_log2)
+
+
+@triton.jit
+def is_any(rows):
+    """True if one of the rows is."""
+    return tl.max(rows.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def is_tile_retained(tile_max, limit_log2):
+    """True if some constraining row reaches its limit."""
+    return is_any(reaches_limit(tile_max, limit_log2))
 
 
 @triton.jit
