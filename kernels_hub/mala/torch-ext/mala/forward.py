@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .blockwise import Settings
 from .rule import log2_threshold
+from .support import empty_support
 from .tile_config import TileConfig, padded_head_dim, tile_config
 from .tile_steps import LOG2_E, allocate, legal_pairs, score_tile
 from .tma import HAS_GLUON_FOR_HOPPER, by_head_view, has_tma, nvidia_major
@@ -31,20 +32,20 @@ SMALLEST_BLOCK = 16  # of a matrix product
 RUNTIME_VALUES = [
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_mb", "stride_mh", "stride_ms", "stride_nb",
-    "stride_nh", "stride_tb", "stride_th", "stride_tm", "q_begin", "q_end", "k_begin", "k_end", "num_q_tiles", "num_heads",
-    "num_kv_groups", "window_left", "window_right", "scale_log2", "softcap_log2", "tau",
+    "stride_nh", "stride_tb", "stride_th", "stride_tm", "support_rows", "support_words", "q_begin", "q_end", "k_begin", "k_end",
+    "num_q_tiles", "num_heads", "num_kv_groups", "window_left", "window_right", "scale_log2", "softcap_log2", "tau",
 ]
 # fmt: on
 
 
 @triton.jit
-def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, batch, kv_head, k_begin, seqlen_k, position,
-                 row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, first, last, stride_ks, stride_vs,
+def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, support_base, batch, kv_head, k_begin, seqlen_k,
+                 position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, first, last, stride_ks, stride_vs,
                  window_left, window_right, scale_log2, softcap_log2,
                  HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                  BLOCK_DV: tl.constexpr, IS_EDGE: tl.constexpr, USE_TMA: tl.constexpr, HAS_LEFT: tl.constexpr,
                  HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, RETURN_WORK: tl.constexpr,
-                 DOT_PRECISION: tl.constexpr):  # fmt: skip
+                 SAVE_SUPPORT: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
     """Key tiles last - 1 down to first: row_max, row_sum, acc, limit and omitted (skipped mass over exp2(row_max)) after them."""
     to_log2 = 1.0 if HAS_SOFTCAP else scale_log2
     for step in tl.range(0, last - first):
@@ -61,21 +62,22 @@ def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base,
         tile_max = tl.max(scores, 1) * to_log2  # (BLOCK_M,)
         row_max, row_sum, acc, limit, omitted = allocate(
             scores, to_log2, tile_max, legal_keys, v, v_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_vs,
-            tiles_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
-            V_HEAD_DIM, BLOCK_N, BLOCK_DV, IS_EDGE, USE_TMA, RETURN_WORK, DOT_PRECISION)  # fmt: skip
+            tiles_base, support_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
+            V_HEAD_DIM, BLOCK_N, BLOCK_DV, IS_EDGE, USE_TMA, RETURN_WORK, SAVE_SUPPORT, DOT_PRECISION)  # fmt: skip
     return row_max, row_sum, acc, limit, omitted
 
 
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def mala_forward_kernel(
-    q_ptr, k, v, out_ptr, lse_ptr, sinks_ptr, mask_ptr, visible_ptr, tiles_ptr, certificate_ptr, bounds_ptr,
+    q_ptr, k, v, out_ptr, lse_ptr, sinks_ptr, mask_ptr, visible_ptr, tiles_ptr, certificate_ptr, support_ptr, bounds_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     stride_lb, stride_lh, stride_mb, stride_mh, stride_ms, stride_nb, stride_nh, stride_tb, stride_th, stride_tm,
-    q_begin, q_end, k_begin, k_end, num_q_tiles, num_heads, num_kv_groups, window_left, window_right, scale_log2, softcap_log2, tau,
+    support_rows, support_words, q_begin, q_end, k_begin, k_end, num_q_tiles, num_heads, num_kv_groups,
+    window_left, window_right, scale_log2, softcap_log2, tau,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_TMA: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr,
+    RETURN_WORK: tl.constexpr, SAVE_SUPPORT: tl.constexpr, DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one head. q, k, v, out strides count STRIDE_UNIT elements, so that their divisibility needs no recompile."""
     program = tl.program_id(0)
@@ -163,23 +165,29 @@ def mala_forward_kernel(
             + head64 * stride_th
             + q_tile_index.to(tl.int64) * stride_tm
         )
+    support_base = head64
+    if SAVE_SUPPORT:
+        support_row = (tl.cast(sequence, tl.int64) * num_heads + head) * support_rows + q_tile_index
+        support_base = support_ptr + support_row * support_words
     row_max, row_sum, acc, limit, omitted = _visit_tiles(
-        q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
-        threshold_log2, row_max, row_sum, acc, limit, omitted, edge_high, last, stride_ks * STRIDE_UNIT, stride_vs * STRIDE_UNIT,
-        window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
-        True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
+        q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, support_base, batch, kv_head, k_begin, seqlen_k, position,
+        row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, edge_high, last, stride_ks * STRIDE_UNIT,
+        stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+        True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, DOT_PRECISION)  # fmt: skip
     if not HAS_MASK:
         row_max, row_sum, acc, limit, omitted = _visit_tiles(
-            q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
-            threshold_log2, row_max, row_sum, acc, limit, omitted, edge_low, edge_high, stride_ks * STRIDE_UNIT,
+            q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, support_base, batch, kv_head, k_begin, seqlen_k, position,
+            row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, edge_low, edge_high, stride_ks * STRIDE_UNIT,
             stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N,
-            BLOCK_D, BLOCK_DV, False, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
+            BLOCK_D, BLOCK_DV, False, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT,
+            DOT_PRECISION)  # fmt: skip
         if HAS_LEFT:
             row_max, row_sum, acc, limit, omitted = _visit_tiles(
-                q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, batch, kv_head, k_begin, seqlen_k, position, row_exists,
-                threshold_log2, row_max, row_sum, acc, limit, omitted, first, edge_low, stride_ks * STRIDE_UNIT,
+                q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, support_base, batch, kv_head, k_begin, seqlen_k,
+                position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, first, edge_low, stride_ks * STRIDE_UNIT,
                 stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N,
-                BLOCK_D, BLOCK_DV, True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, DOT_PRECISION)  # fmt: skip
+                BLOCK_D, BLOCK_DV, True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT,
+                DOT_PRECISION)  # fmt: skip
 
     if HAS_SINKS:  # joins the normalizer after the last tile
         sink_log2 = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
@@ -221,11 +229,12 @@ def launch_forward(
     sinks: Optional[Tensor],
     mask: Optional[Tensor],
     return_work: bool,
+    save_support: bool = False,
     config: Optional[TileConfig] = None,
     use_tma: Optional[bool] = None,
     use_hopper: Optional[bool] = None,
-) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
-    """out, lse, tiles, certificate; arguments and shapes as :func:`blockwise.forward`, the last two None unless ``return_work``.
+) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    """out, lse, tiles, certificate, support; arguments and shapes as :func:`blockwise.forward`, what is not asked for is None.
 
     ``config``, ``use_tma`` and ``use_hopper`` override the shipped launch shape, the choice of loads and of the kernel, for
     measurements and tests.
@@ -240,8 +249,7 @@ def launch_forward(
         raise ValueError(
             f"a kernel's tile must be at least {SMALLEST_BLOCK} x {SMALLEST_BLOCK}, got {config.tile}; use impl='blockwise'"
         )
-    num_q_tiles = math.ceil(sequences.max_seqlen_q / block_m)
-    num_k_tiles = math.ceil(sequences.max_seqlen_k / block_n)
+    num_q_tiles, num_k_tiles = sequences.tile_grid(config.tile)
 
     out = torch.empty(batch, seqlen_q, num_heads, v_head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_heads, seqlen_q, dtype=torch.float32, device=q.device)
@@ -251,11 +259,12 @@ def launch_forward(
             sequences.num_sequences, num_heads, num_q_tiles, num_k_tiles, dtype=torch.int8, device=q.device
         )
         certificate = torch.zeros_like(lse)
+    support = empty_support(sequences, num_heads, config.tile, q.device) if save_support else None
     if sequences.bounds is not None or sequences.common[0] > 0:  # rows that see no key are not visited
         out.zero_()
         lse[:] = -math.inf if sinks is None else sinks.float()[:, None]
     if out.numel() == 0 or num_q_tiles == 0:
-        return out, lse, tiles, certificate
+        return out, lse, tiles, certificate, support
 
     if use_hopper is not False and HAS_GLUON_FOR_HOPPER and nvidia_major(q.device) == 9:
         from . import forward_hopper
@@ -264,8 +273,10 @@ def launch_forward(
     elif use_hopper:
         raise ValueError("the Hopper kernel needs compute capability 9.0 and triton 3.6 or newer")
     if use_hopper:
-        forward_hopper.launch_forward_hopper(q, k, v, out, lse, tiles, certificate, settings, sequences, sinks, config)
-        return out, lse, tiles, certificate
+        forward_hopper.launch_forward_hopper(
+            q, k, v, out, lse, tiles, certificate, support, settings, sequences, sinks, config
+        )
+        return out, lse, tiles, certificate, support
     if use_tma is None:
         use_tma = has_tma(k) and has_tma(v)
     block_d, block_dv = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
@@ -296,12 +307,14 @@ def launch_forward(
             visible,
             tiles,
             certificate,
+            support,
             sequences.bounds,
             *(stride // unit for stride in strides),
             *lse.stride()[:2],
             *mask_strides,
             *visible_strides,
             *((0, 0, 0) if tiles is None else tiles.stride()[:3]),
+            *((0, 0) if support is None else support.shape[2:]),
             *sequences.common,
             num_q_tiles,
             num_heads,
@@ -327,8 +340,9 @@ def launch_forward(
             HAS_SOFTCAP=settings.softcap > 0,
             HAS_SINKS=sinks is not None,
             RETURN_WORK=return_work,
+            SAVE_SUPPORT=save_support,
             DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=config.num_warps if mask is None else max(config.num_warps, 8),  # its tile takes registers
             num_stages=config.num_stages,
         )
-    return out, lse, tiles, certificate
+    return out, lse, tiles, certificate, support

@@ -3,8 +3,9 @@
 
 In portable Triton all warps of a program wait for a score product, judge it and vote together, and the tensor cores idle
 meanwhile. Here each of two warpgroups owns a query tile of BLOCK_M rows and votes alone: while one judges, the other's product
-runs. A third warp brings key tiles through a ring of STAGES buffers; a value tile is fetched by the warpgroup that retains it.
-Same tiles, same order and same rule functions as ``forward.py``, hence the same retained set.
+runs, and one vote settles two key tiles where both are skipped. A third warp brings key tiles through a ring of STAGES buffers; a
+value tile is fetched by the warpgroup that retains it. Same tiles, same order and same rule functions as
+``forward.py``, hence the same retained set.
 
 It covers equal-length sequences in 16-bit precision without a mask operand; ``launch_forward`` sends everything else to the
 portable kernel.
@@ -25,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .blockwise import Settings
 from .rule import is_any, is_tile_retained, limit_of, log2_threshold, online_softmax_step, reaches_limit
+from .support import set_bit
 from .tile_config import TileConfig, padded_head_dim
 from .tma import by_head_view, has_tma
 from .visibility import Sequences
@@ -36,6 +38,7 @@ ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
 # fmt: off
 RUNTIME_VALUES = [
     "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_tb", "stride_th", "stride_tm",
+    "support_rows", "support_words",
     "q_begin", "seqlen_q", "seqlen_k", "num_q_tiles", "num_heads", "num_kv_groups", "window_left", "window_right",
     "scale_log2", "softcap_log2", "tau",
 ]
@@ -56,8 +59,9 @@ def _load_keys(
 
 
 @gluon.jit
-def _judge(scores, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
-           softcap_log2, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr):  # fmt: skip
+def _judge(scores, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right,
+           scale_log2, softcap_log2, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+           HAS_SOFTCAP: gl.constexpr):  # fmt: skip
     """Scores with softcap and mask applied, and their row maximum in log2 units."""
     start_n = index * BLOCK_N
     to_log2 = scale_log2
@@ -76,10 +80,10 @@ def _judge(scores, index, offs_n, position, row_exists, seqlen_k, whole_low, who
 
 
 @gluon.jit
-def _allocate(scores, tile_max, index, stores_map, v_desc, v_smem, v_ready, v_loads, batch, kv_head, tiles_base, position, row_exists,
-              threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k, window_left, window_right, scale_log2,
-              BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, v_layout: gl.constexpr,
-              HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RETURN_WORK: gl.constexpr):  # fmt: skip
+def _allocate(scores, tile_max, index, q_tile_exists, v_desc, v_smem, v_ready, v_loads, batch, kv_head, tiles_base, support_base,
+              position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k, window_left, window_right,
+              scale_log2, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, v_layout: gl.constexpr, HAS_LEFT: gl.constexpr,
+              HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr):  # fmt: skip
     """The rule's step for one scored tile, as in ``forward.py``."""
     acc_layout: gl.constexpr = acc.type.layout
     start_n = index * BLOCK_N
@@ -90,7 +94,7 @@ def _allocate(scores, tile_max, index, stores_map, v_desc, v_smem, v_ready, v_lo
     if RETURN_WORK:
         visible = gl.max(tile_max, 0) > float("-inf")
         code = (1 + retained.to(gl.int32)) * visible.to(gl.int32)
-        gl.store(tiles_base + index, code.to(gl.int8), mask=stores_map)
+        gl.store(tiles_base + index, code.to(gl.int8), mask=q_tile_exists)
     if retained:
         mbarrier.expect(v_ready, v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n, 0], v_ready, v_smem)
@@ -102,6 +106,8 @@ def _allocate(scores, tile_max, index, stores_map, v_desc, v_smem, v_ready, v_lo
         v_tile = v_smem._reinterpret(v_desc.dtype, [BLOCK_N, BLOCK_DV], v_layout)
         acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v_tile, acc, is_async=True)])
         v_loads += 1
+        if SAVE_SUPPORT:
+            set_bit(support_base, index, q_tile_exists)
         if RETURN_WORK:
             omitted *= decay
     else:
@@ -129,14 +135,15 @@ def _start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES: gl.constexpr, BL
 
 
 @gluon.jit
-def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr,
+def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
                  q_block, v_buffers, q_ready, k_ready, k_free, v_ready,
-                 stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
-                 batch, head, kv_head, q_tile_index, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles,
+                 stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
+                 batch, head, kv_head, q_tile_index, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
                  window_left, window_right, scale_log2, softcap_log2, tau,
                  V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                  BLOCK_DV: gl.constexpr, STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr,
-                 HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr):  # fmt: skip
+                 HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr,
+                 SAVE_SUPPORT: gl.constexpr):  # fmt: skip
     """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first."""
     dtype: gl.constexpr = k_ring.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -181,8 +188,14 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
     if RETURN_WORK:
         tiles_base = tiles_ptr + batch64 * stride_tb + head64 * stride_th + q_tile_index.to(gl.int64) * stride_tm
 
+    support_base = support_ptr
+    if SAVE_SUPPORT:
+        support_base += ((batch64 * num_heads + head) * support_rows + q_tile_index) * support_words
+    q_tile_exists = q_tile_index < num_q_tiles
+
     mbarrier.wait(q_ready.index(warpgroup), 0)
     q_smem = q_smem._reinterpret(dtype, [BLOCK_M, BLOCK_D], q_layout)
+    v_smem = v_buffers.index(warpgroup)
     count = last - first
     if count % 2 == 1:
         near = _start_scores(q_smem, k_ring, k_ready, zeros, 0, STAGES, BLOCK_N, BLOCK_D, k_layout)
@@ -192,15 +205,16 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
             near, last - 1, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
             softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
         v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
-            near, near_max, last - 1, q_tile_index < num_q_tiles, v_desc, v_buffers.index(warpgroup), v_ready.index(warpgroup),
-            v_loads, batch, kv_head, tiles_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
-            window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK)  # fmt: skip
+            near, near_max, last - 1, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
+            tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
+            window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
+            SAVE_SUPPORT)  # fmt: skip
     for tile in range(count % 2, count, 2):
         near = _start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
         far = _start_scores(q_smem, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
+        index = last - 1 - tile
         near = warpgroup_mma_wait(1, deps=[near])
         mbarrier.arrive(k_free.index(tile % STAGES), count=1)
-        index = last - 1 - tile
         near, near_max = _judge(
             near, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
             softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
@@ -212,13 +226,15 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
         # where both are skipped the limit stands still between them, so one vote settles both
         if is_any(reaches_limit(near_max, limit) | reaches_limit(far_max, limit)) | RETURN_WORK:
             v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
-                near, near_max, index, q_tile_index < num_q_tiles, v_desc, v_buffers.index(warpgroup), v_ready.index(warpgroup),
-                v_loads, batch, kv_head, tiles_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
-                window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK)  # fmt: skip
+                near, near_max, index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
+                tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
+                window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
+                SAVE_SUPPORT)  # fmt: skip
             v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
-                far, far_max, index - 1, q_tile_index < num_q_tiles, v_desc, v_buffers.index(warpgroup), v_ready.index(warpgroup),
-                v_loads, batch, kv_head, tiles_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
-                window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK)  # fmt: skip
+                far, far_max, index - 1, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
+                tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
+                window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
+                SAVE_SUPPORT)  # fmt: skip
 
     if HAS_SINKS:  # joins the normalizer after the last tile
         sink_log2 = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
@@ -247,12 +263,12 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
 
 @gluon.jit(do_not_specialize=RUNTIME_VALUES)
 def mala_forward_hopper_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr,
-    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
+    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
     q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, num_kv_groups, window_left, window_right, scale_log2, softcap_log2, tau,
     V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr,
+    HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr,
 ):  # fmt: skip
     """Two neighbouring query tiles of one head; seqlen_q counts rows from q_begin, the first row that sees a key."""
     program = gl.program_id(0)
@@ -290,20 +306,22 @@ def mala_forward_hopper_kernel(
     near: gl.constexpr = 1  # the later rows
     far: gl.constexpr = 0
     gl.warp_specialize([
-        (_attend_rows, (near, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr,
+        (_attend_rows, (near, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
                         q_block, v_buffers, q_ready, k_ready, k_free, v_ready,
                         stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
-                        batch, head, kv_head, pair * 2 + 1, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles,
-                        window_left, window_right, scale_log2, softcap_log2, tau,
+                        support_rows, support_words, batch, head, kv_head, pair * 2 + 1,
+                        first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, window_left,
+                        window_right, scale_log2, softcap_log2, tau,
                         V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
-                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK)),
-        (_attend_rows, (far, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr,
+                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT)),
+        (_attend_rows, (far, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
                         q_block, v_buffers, q_ready, k_ready, k_free, v_ready,
                         stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
-                        batch, head, kv_head, pair * 2, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles,
-                        window_left, window_right, scale_log2, softcap_log2, tau,
+                        support_rows, support_words, batch, head, kv_head, pair * 2,
+                        first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, window_left,
+                        window_right, scale_log2, softcap_log2, tau,
                         V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
-                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK)),
+                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT)),
         (_load_keys, (k_desc, k_ring, k_ready, k_free, batch, kv_head, first, last, STAGES, BLOCK_N)),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -345,12 +363,13 @@ def launch_forward_hopper(
     lse: Tensor,
     tiles: Optional[Tensor],
     certificate: Optional[Tensor],
+    support: Optional[Tensor],
     settings: Settings,
     sequences: Sequences,
     sinks: Optional[Tensor],
     config: TileConfig,
 ) -> None:
-    """Fill out, lse and, where given, tiles and certificate; shapes as in ``forward.launch_forward``."""
+    """Fill out, lse and, where given, tiles, certificate and support; shapes as in ``forward.launch_forward``."""
     block_m, block_n = config.tile
     block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
     stages = max(n for n in (2, 3, 4) if n == 2 or _shared_bytes(q, v, config, n) <= MAX_SHARED_BYTES)
@@ -369,9 +388,11 @@ def launch_forward_hopper(
             sinks,
             tiles,
             certificate,
+            support,
             *(stride // unit for stride in out.stride()[:3]),
             *lse.stride()[:2],
             *((0, 0, 0) if tiles is None else tiles.stride()[:3]),
+            *((0, 0) if support is None else support.shape[2:]),
             q_begin,
             q_end - q_begin,
             seqlen_k,
@@ -395,5 +416,6 @@ def launch_forward_hopper(
             HAS_SOFTCAP=settings.softcap > 0,
             HAS_SINKS=sinks is not None,
             RETURN_WORK=tiles is not None,
+            SAVE_SUPPORT=support is not None,
             num_warps=4,
         )

@@ -223,7 +223,7 @@ def _forward(q, k, v, sinks, mask, call: _Call):
     if call.impl == "triton":
         from .forward import launch_forward  # triton is needed only here
 
-        return launch_forward(q, k, v, call.settings, call.sequences, sinks, mask, call.return_work)
+        return launch_forward(q, k, v, call.settings, call.sequences, sinks, mask, call.return_work)[:4]
     if call.impl == "reference":
         return reference.forward_sequences(q, k, v, call.settings, call.sequences, sinks, mask)
     return blockwise.forward(q, k, v, call.settings, call.sequences, sinks, mask)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .rule import is_tile_retained, limit_of, online_softmax_step
+from .support import set_bit
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -62,9 +63,10 @@ def legal_pairs(keys, position, row_exists, seqlen_k, mask_base, stride_ms, wind
 
 @triton.jit
 def allocate(scores, to_log2, tile_max, legal_keys, v, base, batch, kv_head, k_begin, start_n, seqlen_k, stride_vs,
-             tiles_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
+             tiles_base, support_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
              V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, IS_EDGE: tl.constexpr,
-             USE_TMA: tl.constexpr, RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
+             USE_TMA: tl.constexpr, RETURN_WORK: tl.constexpr, SAVE_SUPPORT: tl.constexpr,
+             DOT_PRECISION: tl.constexpr):  # fmt: skip
     """The rule's step for one scored tile: post-score work where it is retained, its certificate where it is skipped."""
     retained = is_tile_retained(tile_max, limit)
     if RETURN_WORK:
@@ -78,6 +80,8 @@ def allocate(scores, to_log2, tile_max, legal_keys, v, base, batch, kv_head, k_b
         p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, IS_EDGE)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=DOT_PRECISION)
         limit = limit_of(row_max, row_sum, threshold_log2, row_exists)
+        if SAVE_SUPPORT:
+            set_bit(support_base, index, True)
         if RETURN_WORK:
             omitted *= decay
     elif RETURN_WORK:

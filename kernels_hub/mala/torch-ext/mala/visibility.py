@@ -34,6 +34,10 @@ class Sequences:
     bounds: Optional[Tensor] = None
     is_packed: bool = False
 
+    def tile_grid(self, tile: tuple[int, int]) -> tuple[int, int]:
+        """(q_tiles, k_tiles) of the longest sequence."""
+        return -(-self.max_seqlen_q // tile[0]), -(-self.max_seqlen_k // tile[1])
+
     def groups(self) -> Iterator[tuple[slice, slice, tuple[int, int, int, int]]]:
         """(sequence slice, batch slice, bounds) of sequences that can be computed together. Reads ``bounds`` on the host."""
         if self.bounds is None:
