@@ -18,11 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .blockwise import Settings
+from .descriptors import descriptor
 from .rule import log2_threshold
 from .support import empty_support
 from .tile_config import TileConfig, padded_head_dim, tile_config
-from .tile_steps import LOG2_E, allocate, legal_pairs, score_tile
-from .tma import HAS_GLUON_FOR_HOPPER, by_head_view, has_tma, nvidia_major
+from .tile_steps import LOG2_E, allocate, key_range, legal_pairs, score_tile
+from .tma import HAS_GLUON_FOR_HOPPER, has_tma, nvidia_major
 from .visibility import Sequences, visible_keys_under_mask
 
 LN_2 = tl.constexpr(math.log(2.0))
@@ -55,8 +56,10 @@ def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base,
                             HEAD_DIM, BLOCK_N, BLOCK_D, IS_EDGE, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
         legal_keys = BLOCK_N
         if IS_EDGE:
-            legal = legal_pairs(start_n + tl.arange(0, BLOCK_N), position, row_exists, seqlen_k, mask_base, stride_ms,
-                                window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_MASK)  # fmt: skip
+            legal = legal_pairs(
+                (start_n + tl.arange(0, BLOCK_N))[None, :], position[:, None], tl.arange(0, position.shape[0])[:, None],
+                row_exists[:, None], seqlen_k, mask_base, stride_ms, window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_MASK,
+            )  # fmt: skip
             scores = tl.where(legal, scores, float("-inf"))
             legal_keys = tl.sum(legal.to(tl.int32), 1)
         tile_max = tl.max(scores, 1) * to_log2  # (BLOCK_M,)
@@ -101,8 +104,6 @@ def mala_forward_kernel(
     row_exists = offs_m < seqlen_q
     rows = (q_begin + offs_m).to(tl.int64)
     position = offs_m + seqlen_k - seqlen_q  # the key a row is aligned with
-    first_position = start_m + seqlen_k - seqlen_q
-    last_position = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + seqlen_k - seqlen_q
 
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -119,20 +120,9 @@ def mala_forward_kernel(
         other=0.0,
     )
 
-    low = 0
-    high = seqlen_k
-    whole_low = 0
-    whole_high = seqlen_k
-    row_low = tl.zeros_like(position)
-    row_high = row_low + seqlen_k
-    if HAS_LEFT:
-        low = tl.maximum(first_position - window_left, 0)
-        whole_low = tl.maximum(last_position - window_left, 0)
-        row_low = tl.maximum(position - window_left, 0)
-    if HAS_RIGHT:
-        high = tl.minimum(last_position + window_right + 1, seqlen_k)
-        whole_high = tl.minimum(first_position + window_right + 1, seqlen_k)
-        row_high = tl.minimum(position + window_right + 1, seqlen_k)
+    low, high, whole_low, whole_high, row_low, row_high = key_range(
+        start_m, position, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, HAS_LEFT, HAS_RIGHT
+    )
     visible_keys = row_high - row_low
     if HAS_MASK:
         visible_base = visible_ptr + batch64 * stride_nb + head64 * stride_nh
@@ -141,7 +131,7 @@ def mala_forward_kernel(
 
     # key tiles [first, edge_low) and [edge_high, last) need masking, [edge_low, edge_high) do not
     first = low // BLOCK_N
-    last = tl.cdiv(tl.maximum(high, 0), BLOCK_N)
+    last = tl.cdiv(high, BLOCK_N)
     edge_high = tl.maximum(tl.minimum(whole_high // BLOCK_N, last), first)
     edge_low = tl.minimum(tl.maximum(tl.cdiv(whole_low, BLOCK_N), first), edge_high)
 
@@ -211,13 +201,6 @@ def mala_forward_kernel(
     tl.store(lse_ptr + row_base + rows, lse, mask=row_exists)
     if RETURN_WORK:
         tl.store(certificate_ptr + row_base + rows, omitted * inverse, mask=row_exists)
-
-
-def _descriptor(x: Tensor, block_n: int, block_d: int):
-    from triton.tools.tensor_descriptor import TensorDescriptor  # absent before triton 3.4
-
-    shape, strides = by_head_view(x)
-    return TensorDescriptor(x, shape, strides, [1, 1, block_n, block_d])
 
 
 def launch_forward(
@@ -298,8 +281,8 @@ def launch_forward(
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         mala_forward_kernel[grid](
             q,
-            _descriptor(k, block_n, block_d) if use_tma else k,
-            _descriptor(v, block_n, block_dv) if use_tma else v,
+            descriptor(k, block_n, block_d) if use_tma else k,
+            descriptor(v, block_n, block_dv) if use_tma else v,
             out,
             lse,
             sinks,

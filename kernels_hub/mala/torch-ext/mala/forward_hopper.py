@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .blockwise import Settings
-from .rule import is_any, is_tile_retained, limit_of, log2_threshold, online_softmax_step, reaches_limit
+from .rule import FORWARD_SLACK, is_any, is_tile_retained, limit_of, log2_threshold, online_softmax_step, reaches_limit
 from .support import set_bit
 from .tile_config import TileConfig, padded_head_dim
 from .tma import by_head_view, has_tma
@@ -99,7 +99,7 @@ def _allocate(scores, tile_max, index, q_tile_exists, v_desc, v_smem, v_ready, v
         mbarrier.expect(v_ready, v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n, 0], v_ready, v_smem)
         p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, True)
-        limit = limit_of(row_max, row_sum, threshold_log2, row_exists)
+        limit = limit_of(row_max + gl.log2(row_sum), threshold_log2, row_exists, FORWARD_SLACK)
         p = gl.convert_layout(p.to(v_desc.dtype), gl.DotOperandLayout(0, acc_layout, 2))
         acc *= gl.convert_layout(decay, gl.SliceLayout(1, acc_layout))[:, None]
         mbarrier.wait(v_ready, v_loads & 1)

@@ -151,7 +151,10 @@ def backward_head(
     """dq (M, D), dk (N, D), dv (N, E), dsink (), retained bool (q_tiles, k_tiles) of one head, from the forward's out and lse."""
     (seqlen_q, _), seqlen_k, (block_m, block_n) = q.shape, len(k), tile
     scores = scores_of(q, k, softmax_scale, softcap).masked_fill(~legal, -math.inf)  # (M, N)
-    limit = lse + log_threshold(legal.sum(1), tau).to(q)  # (M,)
+    rounding = (
+        8 * torch.finfo(lse.dtype).eps * (1 + lse.abs())
+    )  # a tile at the limit is retained: equal scores put all there
+    limit = lse + log_threshold(legal.sum(1), tau).to(q) - rounding  # (M,)
     lse = torch.where(lse > -math.inf, lse, 0)
     delta = (out * do).sum(1)  # (M,)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

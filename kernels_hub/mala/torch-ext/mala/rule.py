@@ -4,6 +4,11 @@
 import triton
 import triton.language as tl
 
+# A tile at its limit is retained, and rounding must not undo that: with equal scores every tile of the backward is at its limit.
+# The forward's slack is the larger, so that the backward's support stays inside the forward's.
+FORWARD_SLACK = tl.constexpr(2.0**-18)
+BACKWARD_SLACK = tl.constexpr(2.0**-20)
+
 
 @triton.jit
 def log2_threshold(visible_keys, tau):
@@ -33,9 +38,10 @@ def is_tile_retained(tile_max, limit_log2):
 
 
 @triton.jit
-def limit_of(row_max, row_sum, threshold_log2, row_exists):
-    """A row's limit: log2(retained mass * tau / L_q); -inf before its first retained key, +inf for rows that do not exist."""
-    return tl.where(row_exists, row_max + tl.log2(row_sum) + threshold_log2, float("inf"))
+def limit_of(normalizer_log2, threshold_log2, row_exists, SLACK: tl.constexpr):
+    """A row's limit: log2(retained mass * tau / L_q), less what rounding may add; +inf for rows that do not exist."""
+    limit = normalizer_log2 + threshold_log2 - SLACK * (1.0 + tl.abs(normalizer_log2))
+    return tl.where(row_exists, limit, float("inf"))
 
 
 @triton.jit

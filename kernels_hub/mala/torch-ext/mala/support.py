@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The support of an attention call: which tiles its query tiles retained, one bit each.
 
-``support`` is int32 (num_sequences, num_heads, q_tiles, words): bit ``j % 32`` of word ``j // 32`` belongs to key tile ``j``.
+``support`` is int32 (num_sequences, num_heads, q_tiles, words): bit ``j % 32`` of word ``j // 32`` belongs to key tile ``j``. The
+same bits by key tile, (num_sequences, num_heads, k_tiles, words of query tiles), serve the gradients of keys and values.
 """
 
 from __future__ import annotations
@@ -16,12 +17,41 @@ from torch import Tensor
 from .visibility import Sequences
 
 BITS = 32  # of a word
+WORDS = tl.constexpr(32)  # that a walk holds at a time
 
 
 @triton.jit
 def set_bit(words, index, mask):
     """Set bit ``index`` of a row of words; other programs may be setting other bits of it."""
     tl.atomic_or(words + index // 32, 1 << (index % 32), mask=mask, sem="relaxed")
+
+
+@triton.jit
+def load_words(row, chunk, num_words):
+    """(WORDS,) words of a row from word ``chunk * WORDS`` on, and how many bits are set in them."""
+    offset = chunk * WORDS + tl.arange(0, WORDS)
+    words = tl.load(row + offset, mask=offset < num_words, other=0)
+    counts = words - ((words >> 1) & 0x55555555)  # bits of each pair, then of each four, then of each byte
+    counts = (counts & 0x33333333) + ((counts >> 2) & 0x33333333)
+    counts = (counts + (counts >> 4)) & 0x0F0F0F0F
+    return words, tl.sum((counts * 0x01010101) >> 24, 0)
+
+
+@triton.jit
+def next_bit(words, place, word):
+    """The next set bit of a walk through ``words``, and the walk's state after it. It starts with place = -1, word = 0.
+
+    ``place`` is the word that the walk is in, ``word`` what is left of it.
+    """
+    lanes = tl.arange(0, WORDS)
+    later = tl.min(tl.where((words != 0) & (lanes > place), lanes, WORDS), 0)
+    place = tl.where(word == 0, later, place)
+    word = tl.where(word == 0, tl.sum(tl.where(lanes == later, words, 0), 0), word)
+    lowest = (
+        (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
+    )  # a power of two: its exponent is the place of the bit
+    bit = (lowest.to(tl.int32, bitcast=True) >> 23) - 127
+    return place * 32 + bit, place, word & (word - 1)
 
 
 def empty_support(sequences: Sequences, num_heads: int, tile: tuple[int, int], device: torch.device) -> Tensor:

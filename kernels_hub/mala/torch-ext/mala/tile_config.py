@@ -54,6 +54,57 @@ DECODE_16BIT = {
 DECODE_32BIT = {dim: TileConfig(DECODE_ROWS, 32, 4, 2) for dim in (32, 64, 128, 256)}
 
 
+@dataclass(frozen=True)
+class Launch:
+    """``step``: rows or keys of a tile that one program or one iteration takes; it divides the tile."""
+
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Launch shapes of the backward's kernels. ``score`` takes ``rows_per_score`` rows of neighbouring query tiles at once."""
+
+    rows_per_score: int
+    score: Launch
+    score_saved: Launch
+    query: Launch
+    key: Launch
+
+
+BACKWARD_16BIT = {
+    32: BackwardConfig(128, Launch(128, 8, 3), Launch(128, 4, 3), Launch(64, 4, 2), Launch(64, 4, 2)),
+    64: BackwardConfig(128, Launch(128, 8, 3), Launch(128, 4, 3), Launch(64, 4, 2), Launch(64, 4, 2)),
+    128: BackwardConfig(128, Launch(128, 8, 3), Launch(128, 4, 2), Launch(64, 4, 2), Launch(64, 4, 2)),
+    256: BackwardConfig(128, Launch(64, 8, 2), Launch(64, 4, 2), Launch(32, 8, 1), Launch(32, 8, 1)),
+}
+BACKWARD_32BIT = {
+    32: BackwardConfig(64, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 1), Launch(32, 4, 1)),
+    64: BackwardConfig(64, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 1), Launch(32, 4, 1)),
+    128: BackwardConfig(64, Launch(32, 8, 2), Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1)),
+    256: BackwardConfig(32, Launch(32, 4, 1), Launch(32, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1)),
+}
+
+
+def backward_config(head_dim: int, v_head_dim: int, dtype: torch.dtype, tile: tuple[int, int]) -> BackwardConfig:
+    """The shipped launch shapes, fitted to ``tile``, which the forward chose."""
+    table = BACKWARD_16BIT if dtype in (torch.float16, torch.bfloat16) else BACKWARD_32BIT
+    config = table[max(padded_head_dim(head_dim), padded_head_dim(v_head_dim))]
+    block_m, block_n = tile
+
+    def fitted(launch: Launch) -> Launch:
+        return replace(launch, step=min(launch.step, block_n))
+
+    return replace(
+        config,
+        rows_per_score=max(config.rows_per_score, block_m),
+        query=fitted(config.query),
+        key=fitted(config.key),
+    )
+
+
 def padded_head_dim(head_dim: int) -> int:
     """The power of two, at least 32, that a kernel rounds head_dim up to."""
     return max(32, 1 << (head_dim - 1).bit_length())

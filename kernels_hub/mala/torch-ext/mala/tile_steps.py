@@ -6,7 +6,7 @@ import math
 import triton
 import triton.language as tl
 
-from .rule import is_tile_retained, limit_of, online_softmax_step
+from .rule import FORWARD_SLACK, is_tile_retained, limit_of, online_softmax_step
 from .support import set_bit
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -47,17 +47,39 @@ def score_tile(q_tile, k, base, batch, kv_head, k_begin, start_n, seqlen_k, stri
 
 
 @triton.jit
-def legal_pairs(keys, position, row_exists, seqlen_k, mask_base, stride_ms, window_left, window_right,
-                HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
-    """Bool (BLOCK_M, BLOCK_N): rows aligned with ``position`` may see ``keys``."""
-    legal = (keys < seqlen_k)[None, :] & row_exists[:, None]
+def key_range(start_m, position, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M: tl.constexpr,
+              HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # fmt: skip
+    """Keys that some row of a query tile sees (low, high), that all see (whole_low, whole_high), that each sees (row_low, row_high)."""
+    low = 0
+    high = seqlen_k
+    whole_low = 0
+    whole_high = seqlen_k
+    row_low = tl.zeros_like(position)
+    row_high = row_low + seqlen_k
+    first_position = start_m + seqlen_k - seqlen_q
+    last_position = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + seqlen_k - seqlen_q
     if HAS_LEFT:
-        legal &= keys[None, :] >= position[:, None] - window_left
+        low = tl.maximum(first_position - window_left, 0)
+        whole_low = tl.maximum(last_position - window_left, 0)
+        row_low = tl.maximum(position - window_left, 0)
     if HAS_RIGHT:
-        legal &= keys[None, :] <= position[:, None] + window_right
+        high = tl.maximum(tl.minimum(last_position + window_right + 1, seqlen_k), 0)
+        whole_high = tl.minimum(first_position + window_right + 1, seqlen_k)
+        row_high = tl.minimum(position + window_right + 1, seqlen_k)
+    return low, high, whole_low, whole_high, row_low, row_high
+
+
+@triton.jit
+def legal_pairs(keys, position, row_in_tile, row_exists, seqlen_k, mask_base, stride_ms, window_left, window_right,
+                HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+    """May rows aligned with ``position`` see ``keys``: bool, of the shape that keys and the three row arguments broadcast to."""
+    legal = (keys < seqlen_k) & row_exists
+    if HAS_LEFT:
+        legal &= keys >= position - window_left
+    if HAS_RIGHT:
+        legal &= keys <= position + window_right
     if HAS_MASK:
-        in_tile = tl.arange(0, position.shape[0]) * stride_ms
-        legal &= tl.load(mask_base + in_tile[:, None] + keys[None, :], mask=legal, other=0) != 0
+        legal &= tl.load(mask_base + row_in_tile * stride_ms + keys, mask=legal, other=0) != 0
     return legal
 
 
@@ -79,9 +101,9 @@ def allocate(scores, to_log2, tile_max, legal_keys, v, base, batch, kv_head, k_b
                             V_HEAD_DIM, IS_EDGE, USE_TMA, BLOCK_N, BLOCK_DV)  # fmt: skip
         p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, IS_EDGE)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=DOT_PRECISION)
-        limit = limit_of(row_max, row_sum, threshold_log2, row_exists)
+        limit = limit_of(row_max + tl.log2(row_sum), threshold_log2, row_exists, FORWARD_SLACK)
         if SAVE_SUPPORT:
-            set_bit(support_base, index, True)
+            set_bit(support_base, index, retained)
         if RETURN_WORK:
             omitted *= decay
     elif RETURN_WORK:

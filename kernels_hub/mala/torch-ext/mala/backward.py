@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches the backward: the rows' deltas, the retained tiles, then the gradients over those tiles."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .backward_gradients import backward_key_kernel, backward_query_kernel
+from .backward_support import backward_delta_kernel, backward_support_kernel
+from .blockwise import Settings
+from .descriptors import descriptor
+from .support import empty_support
+from .tile_config import backward_config, padded_head_dim
+from .tile_steps import LOG2_E
+from .tma import has_tma
+from .visibility import Sequences, visible_keys_under_mask
+
+MASK_WARPS = 8  # at least, where a mask operand's tile takes registers
+
+
+def launch_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    settings: Settings,
+    sequences: Sequences,
+    sinks: Optional[Tensor],
+    mask: Optional[Tensor],
+    support: Optional[Tensor] = None,
+    needs: tuple[bool, bool, bool] = (True, True, True),
+    use_tma: Optional[bool] = None,
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor], Optional[Tensor], Tensor]:
+    """dq, dk, dv, dsinks and the support of the backward; arguments and shapes as :func:`blockwise.backward`.
+
+    ``support`` is the forward's: only its tiles are scored again. None scores all of them. Either way a tile counts if it passes
+    the test with the final lse, so both give the same bits. ``needs`` says which of dq, (dk and dv), dsinks to compute; the others
+    are None. ``use_tma`` overrides the choice of loads.
+    """
+    batch, total_q, num_heads, head_dim = q.shape
+    total_k, num_kv_heads, v_head_dim = v.shape[1:]
+    is_ragged = sequences.bounds is not None
+    do = do if do.stride(-1) == 1 and 0 not in do.stride() else do.contiguous()
+    lse = lse.contiguous()
+    block_m, block_n = settings.tile
+    config = backward_config(head_dim, v_head_dim, q.dtype, settings.tile)
+    num_q_tiles, num_k_tiles = sequences.tile_grid(settings.tile)
+    if use_tma is None:
+        # a descriptor reads on into the next sequence, where anything may lie
+        use_tma = not is_ragged and all(has_tma(x) for x in (q, k, v, do))
+    block_d, block_dv = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
+    unit = 8 if all(stride % 8 == 0 for x in (q, k, v, out, do) for stride in x.stride()[:3]) else 1
+
+    delta = torch.zeros_like(lse) if is_ragged or sequences.common[0] > 0 else torch.empty_like(lse)
+    by_query = empty_support(sequences, num_heads, settings.tile, q.device)
+    by_key = torch.zeros(
+        sequences.num_sequences, num_heads, num_k_tiles, math.ceil(num_q_tiles / 32), dtype=torch.int32, device=q.device
+    )
+    make = torch.zeros if is_ragged or sequences.common[0] > 0 or not by_query.numel() else torch.empty
+    dq = make(q.shape, dtype=q.dtype, device=q.device) if needs[0] else None
+    dk, dv = (make(x.shape, dtype=x.dtype, device=q.device) if needs[1] else None for x in (k, v))
+    dsinks = None
+    if not by_query.numel() or not q.numel():
+        dsinks = torch.zeros_like(sinks) if needs[2] and sinks is not None else None
+        return dq, dk, dv, dsinks, by_query
+
+    def strides(name: str, x: Tensor) -> dict[str, int]:
+        return dict(zip((f"stride_{name}b", f"stride_{name}s", f"stride_{name}h"), (n // unit for n in x.stride()[:3])))
+
+    q_begin, q_end, k_begin, k_end = sequences.common
+    left, right = settings.window
+    shared = {
+        "bounds_ptr": sequences.bounds,
+        "q_begin": q_begin,
+        "q_end": q_end,
+        "k_begin": k_begin,
+        "k_end": k_end,
+        "total_q": total_q,
+        "num_q_tiles": num_q_tiles,
+        "num_heads": num_heads,
+        "BLOCK_M": block_m,
+        "STRIDE_UNIT": unit,
+        "IS_PACKED": sequences.is_packed,
+        "HAS_BOUNDS": is_ragged,
+    }
+    scored = {
+        **shared,
+        **strides("q", q),
+        **strides("k", k),
+        "lse_ptr": lse,
+        "mask_ptr": None,
+        "stride_mb": 0,
+        "stride_mh": 0,
+        "stride_ms": 0,
+        "num_k_tiles": num_k_tiles,
+        "num_kv_groups": num_heads // num_kv_heads,
+        "window_left": left,
+        "window_right": right,
+        "softmax_scale": settings.softmax_scale,
+        "softcap_log2": settings.softcap * LOG2_E.value,
+        "HEAD_DIM": head_dim,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+        "USE_TMA": use_tma,
+        "HAS_LEFT": left >= 0,
+        "HAS_RIGHT": right >= 0,
+        "HAS_MASK": mask is not None,
+        "HAS_SOFTCAP": settings.softcap > 0,
+        "DOT_PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+    visible = {"visible_ptr": None, "stride_nb": 0, "stride_nh": 0}
+    if mask is not None:
+        counts = visible_keys_under_mask(mask, total_q, settings.window).expand(batch, num_heads, -1)
+        visible = {"visible_ptr": counts, "stride_nb": counts.stride(0), "stride_nh": counts.stride(1)}
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        mask = mask.expand(batch, num_heads, total_q, -1).view(torch.int8)
+        scored |= dict(zip(("mask_ptr", "stride_mb", "stride_mh", "stride_ms"), (mask, *mask.stride()[:3])))
+    graded = {
+        **scored,
+        **strides("v", v),
+        **strides("g", do),
+        "delta_ptr": delta,
+        "V_HEAD_DIM": v_head_dim,
+        "BLOCK_DV": block_dv,
+    }
+
+    def tiled(x: Tensor, rows: int, width: int):
+        return descriptor(x, rows, width) if use_tma else x
+
+    def shape_of(launch) -> dict[str, int]:
+        warps = launch.num_warps if mask is None else max(launch.num_warps, MASK_WARPS)
+        return {"num_warps": warps, "num_stages": launch.num_stages}
+
+    heads = num_heads * sequences.num_sequences
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        backward_delta_kernel[(num_q_tiles * heads,)](
+            out, do, delta_ptr=delta, **shared, **strides("o", out), **strides("g", do), V_HEAD_DIM=v_head_dim, BLOCK_DV=block_dv
+        )  # fmt: skip
+        group = config.rows_per_score // block_m if support is None else 1
+        scoring = config.score if support is None else config.score_saved
+        backward_support_kernel[(math.ceil(num_q_tiles / group) * heads,)](
+            q, tiled(k, block_n, block_d), saved_ptr=support, by_query_ptr=by_query, by_key_ptr=by_key, **scored, **visible,
+            tau=settings.tau, GROUP=group, HAS_SAVED=support is not None, **shape_of(scoring),
+        )  # fmt: skip
+        if dq is not None:
+            step = config.query.step
+            backward_query_kernel[(num_q_tiles * heads,)](
+                q, tiled(k, step, block_d), tiled(v, step, block_dv), do, dq, support_ptr=by_query, **graded,
+                STEP=step, **shape_of(config.query),
+            )  # fmt: skip
+        if dk is not None:
+            step = config.key.step
+            backward_key_kernel[(num_k_tiles * block_n // step * num_kv_heads * sequences.num_sequences,)](
+                tiled(q, block_m, block_d), k, v, tiled(do, block_m, block_dv), dk, dv, support_ptr=by_key, **graded,
+                total_k=total_k, STEP=step, **shape_of(config.key),
+            )  # fmt: skip
+    if needs[2] and sinks is not None:
+        # d lse / d sink = exp(sink - lse), and the output moves by -out of it
+        mass = torch.exp(sinks.float()[:, None] - torch.where(lse > -math.inf, lse, math.inf))
+        dsinks = -(mass * delta).sum((0, 2)).to(sinks.dtype)
+    return dq, dk, dv, dsinks, by_query
