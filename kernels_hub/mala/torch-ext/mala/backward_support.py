@@ -18,8 +18,8 @@ from .tile_steps import LOG2_E, key_range, legal_pairs, score_tile
 # fmt: off
 RUNTIME_VALUES = [
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
-    "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_mb", "stride_mh", "stride_ms", "stride_nb", "stride_nh",
-    "q_begin", "q_end", "k_begin", "k_end", "total_q", "total_k",
+    "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_mb", "stride_mh", "stride_ms",
+    "stride_nb", "stride_nh", "q_begin", "q_end", "k_begin", "k_end", "total_q", "total_k",
     "num_q_tiles", "num_k_tiles", "num_heads", "num_kv_groups", "window_left", "window_right", "softmax_scale", "softcap_log2", "tau",
 ]
 # fmt: on
