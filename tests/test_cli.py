@@ -11,7 +11,7 @@ from tiny_model import save_tiny_checkpoint
 from mala_hf.cli import build_parser, main
 from mala_hf.info import info
 
-COMMANDS = ("demo", "ppl", "info")
+COMMANDS = ("demo", "ppl", "ruler", "info")
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +122,12 @@ def test_ppl_prints_a_row_per_length_and_implementation(checkpoint, text_file, c
         "cpu",
     ]
     assert main([*arguments, "--quiet"]) == 0
-    table = capsys.readouterr().out.splitlines()[2:]
-    assert [line.split()[:2] for line in table] == [
-        [length, name] for length in ("64", "128") for name in ("sdpa", "mala", "mala")
+    table, buckets = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[:2] for line in table.splitlines()[2:]] == [
+        [length, name] for length in ("64", "128") for name in ("sdpa", "mala,", "mala,")
     ]
+    assert buckets.splitlines()[0].split()[:3] == ["context", "at", "128"]
+    assert buckets.splitlines()[-1].split()[:4] == ["64", "to", "127", "256"]
     assert main([*arguments, "--quiet", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["tau"] for row in rows] == [None, 0.0, 1.0] * 2
@@ -143,8 +145,23 @@ def test_ppl_prints_a_row_per_length_and_implementation(checkpoint, text_file, c
         (["demo", "--model", "CHECKPOINT", "--length", "600"], "664 is more than the model's 512 positions"),
         (["demo", "--model", "CHECKPOINT", "--text", "TEXT", "--length", "448"], "fewer than the length 448"),
         (["ppl", "--model", "CHECKPOINT", "--lengths", "1"], "got length 1"),
-        (["ppl", "--model", "CHECKPOINT", "--implementations", "dense"], "dense"),
+        (["ppl", "--model", "CHECKPOINT", "--lengths", "64", "--attn", "dense"], "dense"),
+        (["ppl", "--model", "CHECKPOINT", "--attn"] + ["sdpa"] * 2, "each implementation once, got sdpa, sdpa"),
         (["ppl", "--model", "./absent-folder"], "absent-folder"),
+        (["ppl", "--text", "EMPTY"], "empty.txt holds no text"),
+        (["ppl", "--text", "FOLDER"], "holds no text: no file ends in .md"),
+        (["ppl", "--documents", "0"], "at least one document"),
+        (["ppl", "--dtype", "int8"], "dtype must be float32"),
+        (["ppl", "--windows", "0"], "at least one window"),
+        (
+            ["ppl", "--model", "CHECKPOINT", "--lengths", "512", "--stride", "600"],
+            "stride must be from 1 to the 512 tokens",
+        ),
+        (["ppl", "--model", "CHECKPOINT", "--lengths", "1024"], "1024 is more than the model's 512 positions"),
+        (["ppl", "--model", "CHECKPOINT", "--text", "TEXT"], "512 is more than the 9 tokens of the longest text"),
+        (["ppl", "--rope-scaling", "yarn"], "rope scaling is not JSON"),
+        (["ppl", "--rope-scaling", '{"rope_type": "tarn"}'], "rope_type of default, dynamic"),
+        (["ppl", "--rope-scaling", '{"rope_type": "yarn", "factor": 0.5}'], "must be a number >= 1, got 0.5"),
         (["info", "--head-dim", "512"], "512"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -152,7 +169,10 @@ def test_ppl_prints_a_row_per_length_and_implementation(checkpoint, text_file, c
 def test_failures_are_one_line_and_not_a_zero_exit(arguments, message, checkpoint, tmp_path, capsys):
     text = tmp_path / "short.txt"
     text.write_text("too short", encoding="utf-8")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
     stand_ins = {"CHECKPOINT": checkpoint, "TEXT": str(text)}
+    stand_ins |= {"EMPTY": str(tmp_path / "empty.txt"), "FOLDER": str(tmp_path / "folder")}
     assert main([stand_ins.get(argument, argument) for argument in arguments]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mala-hf: error:")]
     assert len(lines) == 1

@@ -95,7 +95,14 @@ def distributions_of(module: str) -> set[str]:
 
 
 # modules behind a command that asks for its extra first, and a folder that nothing else imports
-BEHIND_EXTRAS = {"demo": "demo", "report": "demo", "checkpoint": "demo", "cli": "demo", "ruler": "eval"}
+BEHIND_EXTRAS = {
+    "demo": "demo",
+    "report": "demo",
+    "checkpoint": "demo",
+    "cli": "demo",
+    "documents": "eval",
+    "ruler": "eval",
+}
 
 
 @pytest.mark.parametrize("path", [*PACKAGE, *python_files(KERNELS)], ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -7,12 +7,11 @@ import pytest
 import torch
 from tiny_model import VOCABULARY, runs_of_tokens, tiny_llama
 
-import mala_hf  # noqa: F401  registers "mala"
 from mala_hf import perplexity as module
+from mala_hf.implementations import Implementation, implementations_of
 from mala_hf.perplexity import (
     Perplexity,
     compare_implementations,
-    fixed_windows,
     logit_agreement,
     perplexity,
     token_nll,
@@ -66,29 +65,6 @@ def test_windows_count_by_their_scored_tokens():
     assert Perplexity((1.0, 4.0), (3, 1)).nll == pytest.approx(1.75)
 
 
-@pytest.mark.parametrize("flat", [True, False], ids=["n", "1xn"])
-def test_windows_keep_every_token_but_a_lonely_last_one(flat):
-    ids = torch.arange(9) if flat else torch.arange(9)[None]
-    assert [window.tolist() for window in fixed_windows(ids, 4)] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-    assert [window.shape[1] for window in fixed_windows(ids[..., :8], 3)] == [3, 3, 2]
-    assert len(fixed_windows(ids, 4, max_windows=1)) == 1
-
-
-@pytest.mark.parametrize(
-    ("ids", "length", "max_windows", "message"),
-    [
-        (torch.zeros(2, 8), 4, None, r"\(2, 8\)"),
-        (torch.zeros(8), 1, None, "got length 1"),
-        (torch.zeros(1), 4, None, "1 token"),
-        (torch.zeros(8), 4, 0, "got 0"),
-    ],
-    ids=["two rows", "window of one", "one token", "no windows"],
-)
-def test_windows_that_score_nothing_are_refused(ids, length, max_windows, message):
-    with pytest.raises(ValueError, match=message):
-        fixed_windows(ids, length, max_windows)
-
-
 def test_a_window_longer_than_the_model_is_refused(model, input_ids):
     with pytest.raises(ValueError, match="1024 is more than the model's 512 positions"):
         perplexity(model, input_ids, 1024)
@@ -117,8 +93,48 @@ def test_an_implementation_is_put_back_also_after_an_error(model):
 
 
 def test_tau_zero_scores_as_full_attention_and_a_large_tau_does_not(model):
-    rows = list(compare_implementations(model, runs_of_tokens(300), [256], taus=[0.0, 100.0], max_windows=1))
+    implementations = implementations_of(["sdpa", "mala"], [0, 100])
+    rows = list(
+        compare_implementations(model, [runs_of_tokens(300)], [256], implementations=implementations, max_windows=1)
+    )
     assert [(row["implementation"], row["tau"]) for row in rows] == [("sdpa", None), ("mala", 0.0), ("mala", 100.0)]
-    full, zero, large = (row["nll"] for row in rows)
-    assert zero == pytest.approx(full, abs=1e-5)
-    assert abs(large - full) > 1e-3
+    full, zero, large = rows
+    assert zero["nll"] == pytest.approx(full["nll"], abs=1e-5)
+    assert abs(large["nll"] - full["nll"]) > 1e-3
+    assert (zero["kl_max"], zero["top1_agreement"]) == (pytest.approx(0, abs=1e-5), 1)
+    assert large["kl_mean"] > 1e-3
+    assert full["work_fraction"] is None
+    assert zero["work_fraction"] == 1 > large["work_fraction"]
+
+
+def test_each_bucket_of_context_has_its_own_mean(model, input_ids):
+    (row,) = compare_implementations(model, [input_ids], [100], implementations=[Implementation("sdpa")])
+    with torch.no_grad():
+        nll = [token_nll(model(window).logits[0, :-1], window[0, 1:]) for window in input_ids.split(100, dim=1)]
+    assert [bucket["context"] for bucket in row["buckets"]][-2:] == [[32, 63], [64, 127]]
+    assert [bucket["tokens"] for bucket in row["buckets"]] == [3, 6, 12, 24, 48, 96, 108]
+    expected = torch.cat([one[63:] for one in nll]).mean().item()
+    assert row["buckets"][-1]["nll"] == pytest.approx(expected, rel=1e-5)
+    assert sum(bucket["tokens"] * bucket["nll"] for bucket in row["buckets"]) == pytest.approx(297 * row["nll"])
+
+
+def test_the_stride_gives_every_token_its_context_and_scores_it_once(model, input_ids):
+    (row,) = compare_implementations(model, [input_ids], [128], implementations=[Implementation("sdpa")], stride=50)
+    with torch.no_grad():
+        logits = model(input_ids[:, 100:228]).logits[0]
+    assert row["window_tokens"] == [127, 50, 50, 50, 22]
+    assert row["tokens"] == 299
+    expected = token_nll(logits[77:127], input_ids[0, 178:228]).mean().item()
+    assert row["window_nll"][2] == pytest.approx(expected, rel=1e-5)
+
+
+def test_differences_are_paired_by_document_where_there_are_several(model):
+    implementations = implementations_of(["sdpa", "mala"], [100])
+    documents = [runs_of_tokens(256, seed=seed) for seed in (1, 2, 3)]
+    full, mala = compare_implementations(model, documents, [128], implementations=implementations)
+    found = mala["difference"]
+    assert (found["by"], found["units"], mala["windows"]) == ("document", 3, 6)
+    assert found["mean"] == pytest.approx(mala["nll"] - full["nll"])
+    assert found["low"] < found["mean"] < found["high"]
+    full, mala = compare_implementations(model, documents[:1], [128], implementations=implementations)
+    assert (mala["difference"]["by"], mala["difference"]["units"]) == ("window", 2)

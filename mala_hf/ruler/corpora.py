@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that some tasks need and that are not shipped: essays, SQuAD, HotpotQA, a longer list of words. Nothing is downloaded."""
+"""The texts that some tasks need: essays, SQuAD, HotpotQA, a longer list of words. Nothing is downloaded here."""
 
 from __future__ import annotations
 
@@ -38,9 +38,16 @@ def split_at_punctuation(text: str) -> list[str]:
     return re.split(r"(?<=[.!?])\s+", text)
 
 
+def words_of(text: str) -> list[str]:
+    """Split at white space, as RULER does its essays."""
+    return re.sub(r"\s+", " ", text).split(" ")
+
+
 @dataclass(frozen=True)
 class Corpora:
     """Where the texts of the tasks lie; a task whose text is missing raises ``ValueError``. Files may be gzipped (``.gz``).
+
+    In place of a path, what its file would hold: the words of the essays, or what JSON would give.
 
     essays: a JSON file ``{"text": ...}``, or plain text (niah_single_2 and 3, niah_multikey_1, niah_multivalue, niah_multiquery).
     squad: SQuAD 2.0 JSON (qa_1). hotpotqa: HotpotQA distractor JSON (qa_2).
@@ -48,31 +55,36 @@ class Corpora:
     split_sentences: text to sentences, for the essays.
     """
 
-    essays: str | Path | None = None
-    squad: str | Path | None = None
-    hotpotqa: str | Path | None = None
-    english_words: str | Path | None = None
+    essays: str | Path | list[str] | None = None
+    squad: str | Path | dict[str, Any] | None = None
+    hotpotqa: str | Path | list[Any] | None = None
+    english_words: str | Path | dict[str, str] | None = None
     split_sentences: SplitSentences = punkt_sentences
 
     def essay_words(self) -> list[str]:
         """Return all words of the essays, in order."""
-        path = self._path("essays")
+        path = self._place("essays")
+        if not isinstance(path, Path):
+            return path
         text, _ = read_text(path)
         if ".json" in path.suffixes:
             text = _parse(path, text, lambda data: str(data["text"]))
-        return re.sub(r"\s+", " ", text).split(" ")
+        return words_of(text)
 
     def read_json(self, name: str, extract: Callable[[Any], Any]) -> Any:
         """Return what ``extract`` makes of the JSON of the corpus ``name``; ``ValueError`` says which file has another form."""
-        path = self._path(name)
+        path = self._place(name)
+        if not isinstance(path, Path):
+            return extract(path)
         text, _ = read_text(path)
         return _parse(path, text, extract)
 
-    def _path(self, name: str) -> Path:
-        path = getattr(self, name)
-        if path is None:
+    def _place(self, name: str) -> Any:
+        """Return the path of a corpus, or what stands in its place."""
+        place = getattr(self, name)
+        if place is None:
             raise ValueError(f"this task needs a text of yours: Corpora({name}=path)")
-        return Path(path)
+        return Path(place) if isinstance(place, str) else place
 
 
 def _parse(path: Path, text: str, extract: Callable[[Any], Any]) -> Any:

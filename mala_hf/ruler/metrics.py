@@ -14,7 +14,8 @@ def clean_prediction(prediction: str) -> str:
     return re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
 
 
-def _contained(prediction: str, references: Sequence[str]) -> list[bool]:
+def contained(prediction: str, references: Sequence[str]) -> list[bool]:
+    """Return for each reference whether the prediction contains it."""
     return [reference.lower() in prediction.lower() for reference in references]
 
 
@@ -25,10 +26,10 @@ def _mean_percent(scores: list[float]) -> float:
 def string_match_all(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """Mean share of each prediction's references that it contains, in percent, rounded to two decimals."""
     pairs = zip(predictions, references, strict=True)
-    return _mean_percent([sum(_contained(prediction, some)) / len(some) for prediction, some in pairs])
+    return _mean_percent([sum(contained(prediction, some)) / len(some) for prediction, some in pairs])
 
 
 def string_match_part(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """Share of the predictions that contain at least one of their references, in percent, rounded to two decimals."""
     pairs = zip(predictions, references, strict=True)
-    return _mean_percent([float(any(_contained(prediction, some))) for prediction, some in pairs])
+    return _mean_percent([float(any(contained(prediction, some))) for prediction, some in pairs])

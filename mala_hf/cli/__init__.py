@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``mala-hf`` command: each subcommand calls one library function. Results go to stdout, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..version import __version__
+from . import demo, info, ppl, ruler
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit code: 0 done, 1 failed (one line on stderr), 2 wrong usage, 130 interrupted."""
+    options = build_parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except KeyboardInterrupt:
+        print("mala-hf: interrupted", file=sys.stderr)
+        return 130
+    except (ImportError, LookupError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
+        if options.traceback:
+            raise
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        print(f"mala-hf: error: {first_line}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser; each subcommand's help fits on one screen."""
+    parser = argparse.ArgumentParser(prog="mala-hf", description="MassAlloc Attention for Hugging Face Transformers.")
+    parser.add_argument("--version", action="version", version=f"mala-hf {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (demo, ppl, ruler, info):
+        command.add(commands)
+    return parser

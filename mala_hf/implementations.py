@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention implementations of a comparison: names of Transformers, and "mala" once per tau. The first is the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .config import MalaConfig
+from .patch import mala_attention
+from .registration import NAME
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One column of a comparison; ``tau`` is None for all but "mala"."""
+
+    name: str
+    tau: float | None = None
+
+    @property
+    def label(self) -> str:
+        """``sdpa`` or ``mala, tau 1``."""
+        return self.name if self.tau is None else f"{self.name}, tau {self.tau:g}"
+
+
+def implementations_of(names: Iterable[str], taus: Iterable[float]) -> list[Implementation]:
+    """Return each name in order, "mala" once per tau.
+
+    Raises ``ValueError`` without a name, for one named twice, "mala" without a tau, or a tau that MALA refuses.
+    """
+    names, taus = list(names), list(taus)
+    if not names:
+        raise ValueError("no attention implementation to evaluate")
+    for tau in taus:
+        MalaConfig(tau=tau)
+    if NAME in names and not taus:
+        raise ValueError(f'"{NAME}" needs at least one tau')
+    found = [
+        Implementation(name, None if tau is None else float(tau))
+        for name in names
+        for tau in (taus if name == NAME else (None,))
+    ]
+    if len(set(found)) < len(found):
+        raise ValueError(f"each implementation once, got {', '.join(one.label for one in found)}")
+    return found
+
+
+@contextmanager
+def using_implementation(model: Any, name: str, tau: float | None = None) -> Iterator[None]:
+    """Run the model with one attention implementation ("mala" with tau, by default 1); what was before is always put back."""
+    if name == NAME:
+        with mala_attention(model, tau=1.0 if tau is None else tau):
+            yield
+        return
+    original = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(original)
