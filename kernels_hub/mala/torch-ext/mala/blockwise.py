@@ -19,11 +19,14 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from .support_bits import pack_support, unpack_support
 from .visibility import Sequences, visible_range
 from .work import RETAINED, SKIPPED
 
 KEYS_PER_CHUNK = 4096
 NEG_INF = -math.inf
+# in units of the last place; the forward's is the larger, so that the backward's support stays inside the forward's
+FORWARD_SLACK, BACKWARD_SLACK = 32, 8
 
 
 @dataclass(frozen=True)
@@ -42,24 +45,34 @@ def log_threshold(visible_keys: Tensor, tau: float) -> Tensor:
     return torch.log((tau / visible_keys.clamp(min=1)).clamp(max=1.0))
 
 
-def retained_tiles(tile_max: Tensor, log_mass: Tensor, log_before: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+def limit_of(normalizer: Tensor, threshold: Tensor, slack: int) -> Tensor:
+    """A row's limit, less what rounding may add: a tile at its limit is retained, as all are in the backward of equal scores."""
+    return normalizer + threshold - slack * torch.finfo(normalizer.dtype).eps * (1 + normalizer.abs())
+
+
+def retained_tiles(
+    tile_max: Tensor, log_mass: Tensor, log_before: Tensor, threshold: Tensor, known: Optional[Tensor] = None
+) -> tuple[Tensor, Tensor]:
     """The rule over tiles in visiting order.
 
     Args:
         tile_max, log_mass: (B, K, G, M, T) row maximum and log of the summed exponentials of each tile; -inf where nothing is legal.
         log_before: (B, K, G, M) log normalizer retained before the first of these tiles.
         threshold: (..., M) log(tau / L_q).
+        known: bool (B, K, G, T), the answer where an earlier call found it.
 
     Returns:
         bool (B, K, G, T) and the log normalizer (B, K, G, M) after the last of them.
     """
     legal = tile_max != NEG_INF  # a NaN votes
     visible = legal.any(3)
-    retained = visible
+    retained = visible if known is None else known
     while True:
         retained_mass = log_mass.where(retained[..., None, :], NEG_INF)
         normalizer = torch.cat([log_before[..., None], retained_mass], -1).logcumsumexp(-1)  # (B, K, G, M, 1 + T)
-        passes = ~(tile_max < normalizer[..., :-1] + threshold[..., None]) & legal
+        if known is not None:
+            return known, normalizer[..., -1]
+        passes = ~(tile_max < limit_of(normalizer[..., :-1], threshold[..., None], FORWARD_SLACK)) & legal
         update = passes.any(3)
         if torch.equal(update, retained):
             return retained, normalizer[..., -1]
@@ -148,11 +161,14 @@ def forward(
     sequences: Sequences,
     sinks: Optional[Tensor],
     mask: Optional[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, tiles, certificate of q (batch, seqlen_q, H, D), k, v; computed in float32 (float64 for float64 inputs).
+    save_support: bool = False,
+    support: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Optional[Tensor]]:
+    """out, lse, tiles, certificate, support of q (batch, seqlen_q, H, D), k, v; in float32 (float64 for float64 inputs).
 
-    Returns out like q with v's head_dim, lse and certificate (batch, H, seqlen_q) in the computing dtype, and tiles int8
-    (num_sequences, H, q_tiles, k_tiles).
+    Returns out like q with v's head_dim, lse and certificate (batch, H, seqlen_q) in the computing dtype, tiles int8
+    (num_sequences, H, q_tiles, k_tiles), and with ``save_support`` the retained ones as int32 (num_sequences, H, q_tiles, words).
+    ``support``: what an earlier call on the same inputs saved; the same bits come out without the search for it.
     """
     batch, seqlen_q, num_heads, _ = q.shape
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -164,6 +180,7 @@ def forward(
     certificate = torch.zeros_like(lse)
     grid = math.ceil(sequences.max_seqlen_q / block_m), math.ceil(sequences.max_seqlen_k / block_n)
     tiles = torch.zeros(sequences.num_sequences, num_heads, *grid, dtype=torch.int8, device=q.device)
+    known = None if support is None else unpack_support(support, grid[1])
     for seq, b, (q_begin, q_end, k_begin, k_end) in sequences.groups():
         if q_end <= q_begin or k_end <= k_begin:
             continue
@@ -176,9 +193,9 @@ def forward(
         group_mask = None if group_mask is None else group_mask[..., q_begin:q_end, :]
         for index, rows in enumerate(_query_tiles(q_end - q_begin, block_m)):
             tile = _QueryTile(q_heads, k_heads, (q_end - q_begin, k_end - k_begin), rows, settings, group_mask)
-            tile_out, tile_lse, tile_certificate = _forward_tile(
-                tile, v_heads, tiles[seq, :, index].unflatten(1, (kv_heads, -1))
-            )
+            of_tile = tiles[seq, :, index].unflatten(1, (kv_heads, -1))
+            known_of_tile = None if known is None else known[seq, :, index].unflatten(1, (kv_heads, -1))
+            tile_out, tile_lse, tile_certificate = _forward_tile(tile, v_heads, of_tile, known_of_tile)
             if sinks is not None:
                 with_sink = torch.logaddexp(tile_lse, sinks.to(compute).view(kv_heads, -1, 1))
                 tile_out *= torch.exp(_finite(tile_lse) - _finite(with_sink))[..., None]
@@ -188,11 +205,14 @@ def forward(
             out[b, where] = tile_out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)
             lse[b, :, where] = tile_lse.flatten(1, 2)
             certificate[b, :, where] = tile_certificate.flatten(1, 2)
-    return out, lse, tiles, certificate
+    return out, lse, tiles, certificate, pack_support(tiles == RETAINED) if save_support else None
 
 
-def _forward_tile(tile: _QueryTile, v: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out (B, K, G, M, E), lse and certificate (B, K, G, M) of one query tile; writes its row of ``tiles`` (B, K, G, k_tiles)."""
+def _forward_tile(tile: _QueryTile, v: Tensor, tiles: Tensor, known: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """out (B, K, G, M, E), lse and certificate (B, K, G, M) of one query tile; writes its row of ``tiles`` (B, K, G, k_tiles).
+
+    ``known``: the retained ones among them, if they are.
+    """
     block_n = tile.settings.tile[1]
     shape = tile.q.shape[:4]
     out = v.new_zeros(*shape, v.shape[-1])
@@ -203,9 +223,10 @@ def _forward_tile(tile: _QueryTile, v: Tensor, tiles: Tensor) -> tuple[Tensor, T
         tile_max = scores.amax(-1)  # (B, K, G, M, T)
         weights = scores.sub_(_finite(tile_max)[..., None]).exp_()
         log_mass = tile_max + weights.sum(-1).log()
-        retained, new_lse = retained_tiles(tile_max.flip(-1), log_mass.flip(-1), lse, tile.threshold)
-        retained = retained.flip(-1)  # (B, K, G, T)
         first = start // block_n
+        known_here = None if known is None else known[..., first : first + tile_max.shape[-1]].flip(-1)
+        retained, new_lse = retained_tiles(tile_max.flip(-1), log_mass.flip(-1), lse, tile.threshold, known_here)
+        retained = retained.flip(-1)  # (B, K, G, T)
         visible = (tile_max != NEG_INF).any(3)
         tiles[..., first : first + retained.shape[-1]] = (
             torch.where(retained, RETAINED, SKIPPED).to(torch.int8) * visible
@@ -234,16 +255,24 @@ def backward(
     sequences: Sequences,
     sinks: Optional[Tensor],
     mask: Optional[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor], Tensor]:
+    support: Optional[Tensor] = None,
+    needs: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor], Optional[Tensor], Tensor]:
     """dq, dk, dv, dsinks and tiles: scores are recomputed and tested against the final lse, so the support lies inside that of a
-    forward with the same rounding."""
+    forward with the same rounding.
+
+    ``support``: the forward's; no other tile is tested then, which changes no gradient. ``needs``: of dq, of dk and dv, of dsinks;
+    what nobody needs is None. ``tiles`` is 0 where a tile was not tested.
+    """
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     block_m, block_n = settings.tile
     kv_heads = k.shape[2]
-    dq = torch.zeros_like(q)
-    dk, dv = torch.zeros_like(k, dtype=compute), torch.zeros_like(v, dtype=compute)
+    needs_dq, needs_dkv, needs_dsinks = needs
+    dq = q.new_zeros(q.shape)
+    dk, dv = (x.new_zeros(x.shape, dtype=compute) for x in (k, v))
     grid = math.ceil(sequences.max_seqlen_q / block_m), math.ceil(sequences.max_seqlen_k / block_n)
     tiles = torch.zeros(sequences.num_sequences, q.shape[2], *grid, dtype=torch.int8, device=q.device)
+    forwards = None if support is None else unpack_support(support, grid[1])
     dsinks = q.new_zeros(q.shape[2], dtype=compute)
     lse = lse.to(compute)
     delta = (out.to(compute) * do.to(compute)).sum(-1).transpose(1, 2)  # (batch, H, seqlen_q)
@@ -263,28 +292,41 @@ def backward(
             row_lse, row_delta = (x[b, :, where].unflatten(1, (kv_heads, -1)) for x in (lse, delta))  # (B, K, G, M)
             tile_do = do_heads[:, :, :, rows].flatten(2, 3)  # (B, K, G * M, E)
             tile_dq = torch.zeros_like(tile.q)
-            for start, stop in tile.chunks:
+            for start, stop in tile.chunks if needs_dq or needs_dkv else ():
+                of_chunk = seq, slice(None), index, slice(start // block_n, math.ceil(stop / block_n))
+                if forwards is not None and not forwards[of_chunk].any():
+                    continue
                 scores, _ = tile.scores(start, stop)
                 tile_max = tile.by_tile(scores, NEG_INF).amax(-1)  # (B, K, G, M, T)
-                legal = tile_max != NEG_INF
-                limit = (row_lse + tile.threshold)[..., None]
-                retained = (~(tile_max < limit) & legal).any(3)  # (B, K, G, T)
-                first, count = start // block_n, retained.shape[-1]
-                tiles[seq, :, index, first : first + count] = (
-                    (torch.where(retained, RETAINED, SKIPPED) * legal.any(3)).to(torch.int8).flatten(1, 2)
+                tested = tile_max != NEG_INF
+                if forwards is not None:
+                    tested &= forwards[of_chunk].unflatten(1, (kv_heads, -1))[..., None, :]
+                limit = limit_of(row_lse, tile.threshold, BACKWARD_SLACK)[..., None]
+                retained = (~(tile_max < limit) & tested).any(3)  # (B, K, G, T)
+                tiles[of_chunk] = (
+                    (torch.where(retained, RETAINED, SKIPPED) * tested.any(3)).to(torch.int8).flatten(1, 2)
                 )
                 keep = retained.repeat_interleave(block_n, -1)[..., None, : stop - start]
                 p = torch.exp(scores - _finite(row_lse)[..., None]) * keep  # (B, K, G, M, N)
-                dv_heads[:, :, start:stop] += p.flatten(2, 3).mT @ tile_do
+                if needs_dkv:
+                    dv_heads[:, :, start:stop] += p.flatten(2, 3).mT @ tile_do
                 dp = (tile_do @ v_heads[:, :, start:stop].mT).view_as(p)
                 ds = p * (dp - row_delta[..., None])
                 if settings.softcap:
                     ds = ds * (1 - (_finite(scores) / settings.softcap) ** 2)
                 ds = ds.flatten(2, 3)  # (B, K, G * M, N)
-                tile_dq += (ds @ k_heads[:, :, start:stop]).view_as(tile_dq)
-                dk_heads[:, :, start:stop] += ds.mT @ tile.q.flatten(2, 3)  # tile.q carries softmax_scale
+                if needs_dq:
+                    tile_dq += (ds @ k_heads[:, :, start:stop]).view_as(tile_dq)
+                if needs_dkv:
+                    dk_heads[:, :, start:stop] += ds.mT @ tile.q.flatten(2, 3)  # tile.q carries softmax_scale
             dq[b, where] = (tile_dq * settings.softmax_scale).permute(0, 3, 1, 2, 4).flatten(2, 3).to(dq.dtype)
-            if sinks is not None:
+            if sinks is not None and needs_dsinks:
                 sink_mass = torch.exp(sinks.to(compute).view(kv_heads, -1, 1) - _finite(row_lse))
                 dsinks -= (sink_mass * row_delta).sum((0, 3)).flatten()
-    return dq, dk.to(k.dtype), dv.to(v.dtype), None if sinks is None else dsinks.to(sinks.dtype), tiles
+    return (
+        dq if needs_dq else None,
+        dk.to(k.dtype) if needs_dkv else None,
+        dv.to(v.dtype) if needs_dkv else None,
+        dsinks.to(sinks.dtype) if sinks is not None and needs_dsinks else None,
+        tiles,
+    )

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from .hf_dense import dense_attention, legal_pairs
 from .hf_mask import (
+    HOLES,
     PACKING_DTYPE,
+    PASS_LENGTHS,
     Packing,
     Visible,
     read_allowed,
@@ -27,6 +29,7 @@ from .hf_mask import (
     remembered,
 )
 from .interface import mala_attn_func, mala_attn_varlen_func
+from .work import Work
 
 DENSE = "sdpa"
 SETTINGS = ("tau", "layers", "tile")
@@ -97,7 +100,6 @@ def layer_settings(module) -> LayerSettings:
     return LayerSettings(None if setting == DENSE else setting, None if tile is None else tuple(tile))
 
 
-@torch.compiler.disable  # skipping depends on values: a compiled model breaks its graph here
 def _attend(
     module,
     query: Tensor,
@@ -123,6 +125,10 @@ def _attend(
         k, v = k[:, : visible.padding.width], v[:, : visible.padding.width]
         visible = Visible(visible.window)
     listeners = tuple(recorders)
+    if listeners and torch.compiler.is_compiling():
+        raise ValueError(
+            "recording work reads values, which a compiled graph cannot: record the model before it is compiled"
+        )
     work = None
     if settings.tau is None:
         if softcap or s_aux is not None:
@@ -144,9 +150,15 @@ def _attend(
         }
         result = _mala(q, k, v, visible, options)
         out, work = result if listeners else (result, None)
-    for listener in listeners:
-        listener(module, work, settings.tau)
+    if listeners:
+        _tell(listeners, module, work, settings.tau)
     return out
+
+
+@torch.compiler.disable  # where a compiled model breaks its graph, there is nothing to compile in this
+def _tell(listeners: tuple[Callable, ...], module, work: Optional[Work], tau: Optional[float]) -> None:
+    for listener in listeners:
+        listener(module, work, tau)
 
 
 def _mala(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: dict):
@@ -249,9 +261,7 @@ def _visible(
         return Visible(window, mask=mask.to(torch.bool)[:, None, None, :])
     padding = remembered(mask, read_padding)
     if padding is None:
-        raise ValueError(
-            "a 2-D attention mask must give each sequence one contiguous block of tokens: pass a 4-D mask for holes"
-        )
+        raise ValueError(HOLES)
     if packing is not None and not padding.is_full:
         raise ValueError("both a padding mask and packed sequences (cu_seq_lens_q) were given: pass one of them")
     return Visible(window, padding=padding)
@@ -264,9 +274,11 @@ def _packing_of_lengths(kwargs: dict, batch: int) -> Optional[tuple[Packing, Pac
         return None
     if batch != 1:
         raise ValueError(f"packed sequences (cu_seq_lens_q) come in a batch of 1, got {batch}")
+    longest = kwargs.get("max_length_q"), kwargs.get("max_length_k")
+    if torch.compiler.is_compiling() and any(n is None or isinstance(n, Tensor) for n in longest):
+        raise ValueError(f"{PASS_LENGTHS}; the last two as Python integers")
     of_q, of_k = (
-        Packing(cu.to(torch.int32), int(cu.diff().max() if longest is None else longest))
-        for cu, longest in ((cu_q, kwargs.get("max_length_q")), (cu_k, kwargs.get("max_length_k")))
+        Packing(cu.to(torch.int32), int(cu.diff().max() if n is None else n)) for cu, n in zip((cu_q, cu_k), longest)
     )
     return of_q, of_k
 

@@ -8,7 +8,8 @@ Four kinds reach an attention function here:
 - bool (batch or 1, heads or 1, seqlen_q, seqlen_k): True where attention is allowed, and nothing else applies on top;
 - the same in floating point, if it says no more than a bool one can: 0 where allowed, hugely negative elsewhere.
 
-Reading a mask's values costs a device synchronisation, so what was read is remembered as long as the tensor lives.
+Reading a mask's values costs a device synchronisation, so what was read is remembered as long as the tensor lives. A compiled
+graph cannot read them: there, what is assumed of them is asserted when the graph runs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 PACKING_DTYPE = torch.int8
+HOLES = "a 2-D attention mask must give each sequence one contiguous block of tokens: pass a 4-D mask for holes"
+PASS_LENGTHS = (
+    "a compiled model cannot count the sequences of a packed batch: pass cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k "
+    "(DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,14 @@ class Visible:
     packing: Optional[tuple[Packing, Packing]] = None
 
 
+def _require(condition: Tensor, message: str) -> None:
+    """ValueError unless ``condition`` (one bool); in a compiled graph, RuntimeError when it runs."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, message)
+    elif not bool(condition):
+        raise ValueError(message)
+
+
 def read_padding(mask: Tensor) -> Optional[Padding]:
     """The blocks of a 2-D padding mask; None where a row has a hole."""
     mask = mask.to(torch.bool)
@@ -63,12 +77,21 @@ def read_padding(mask: Tensor) -> Optional[Padding]:
     count = mask.sum(1, dtype=torch.int32)
     first = mask.to(torch.int8).argmax(1).to(torch.int32)
     end = (width - mask.flip(1).to(torch.int8).argmax(1).to(torch.int32)) * (count > 0)
+    if torch.compiler.is_compiling():
+        _require((end - first == count).all(), HOLES)
+        return Padding(first, end, width, is_full=False)
     is_full, is_contiguous = torch.stack([count == width, end - first == count]).all(1).tolist()
     return Padding(first, end, width, is_full) if is_contiguous else None
 
 
 def read_packing(mask: Tensor) -> Packing:
-    """The sequences of a packing mask (1, seqlen)."""
+    """The sequences of a packing mask (1, seqlen).
+
+    Raises:
+        ValueError: in a compiled graph, which cannot count them.
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError(PASS_LENGTHS)
     return _packing(mask[0, 1:] != mask[0, :-1])
 
 
@@ -80,6 +103,9 @@ def read_positions(position_ids: Tensor) -> Optional[Packing]:
     positions = position_ids[0]
     restarts = positions[1:] != positions[:-1] + 1
     is_packed = restarts.any() & (positions[1:].where(restarts, positions[0]) == positions[0]).all()
+    if torch.compiler.is_compiling():
+        _require(~is_packed, PASS_LENGTHS)
+        return None
     return _packing(restarts) if bool(is_packed) else None
 
 
@@ -100,11 +126,11 @@ def read_allowed(mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
         raise ValueError(f"a 4-D attention mask must be bool or floating-point, got {mask.dtype}")
     allowed = mask == 0
-    if not bool((allowed | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-        raise ValueError(
-            "MALA has no additive attention bias, and the 4-D attention mask holds values between 0 (allowed) and "
-            f"{torch.finfo(mask.dtype).min:.3g} (forbidden): use attn_implementation='sdpa' or 'eager' for this model"
-        )
+    _require(
+        (allowed | (mask <= torch.finfo(mask.dtype).min / 2)).all(),
+        "MALA has no additive attention bias, and the 4-D attention mask holds values between 0 (allowed) and "
+        f"{torch.finfo(mask.dtype).min:.3g} (forbidden): use attn_implementation='sdpa' or 'eager' for this model",
+    )
     return allowed
 
 
@@ -120,6 +146,8 @@ def mark(mask: Tensor, read: Callable, value) -> Tensor:
 
 def remembered(tensor: Tensor, read: Callable):
     """``read(tensor)``, read once as long as nobody writes to the tensor (inference tensors can't tell: they are read again)."""
+    if torch.compiler.is_compiling():
+        return read(tensor)
     version = None if tensor.is_inference() else tensor._version
     stored = _read.get(tensor)
     if stored is not None and stored[0] is read and (stored[1] is None or stored[1] == version):

@@ -9,11 +9,12 @@ from typing import Optional
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from . import blockwise, reference
+from . import operators
 from .blockwise import Settings
 from .checks import check_boundaries, check_cache, check_lengths, check_numbers, check_tensors, normalized_mask
+from .support_bits import support_shape
+from .support_reuse import record_support, records_support, replayed_support
 from .tile_config import tile_config
 from .visibility import Sequences, fixed_sequences, packed_sequences
 from .work import Work
@@ -36,6 +37,8 @@ def mala_attn_func(
     leftpad_k: Optional[Tensor] = None,
     tile: Optional[tuple[int, int]] = None,
     impl: str = "auto",
+    save_support: Optional[bool] = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     return_work: bool = False,
 ):
@@ -58,6 +61,9 @@ def mala_attn_func(
             leftpad_k[b] <= j < seqused_k[b]; alignment is at the end of both.
         tile: (BLOCK_M, BLOCK_N), part of the rule's definition; default: the shipped table's.
         impl: "auto" (Triton on a GPU, else blockwise), "triton", "blockwise" or "reference".
+        save_support: keep the retained tiles for backward, 1 bit each, so that it scores no others; gradients are the same without.
+            None: where a gradient is needed and the bits take at most 1/8 of out's memory. ``Work.support_bytes`` reports it.
+        deterministic: demand gradients that repeat bit for bit. All implementations give them anyway.
         return_lse: also return lse, float32 (float64 for float64 inputs), (batch, num_heads, seqlen_q): natural log of the
             retained normalizer, sink included. It carries no gradient.
         return_work: also return the :class:`Work` done.
@@ -71,8 +77,8 @@ def mala_attn_func(
     """
     check_tensors(q, k, v, sinks, ndim=4)
     settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, q.shape[1], k.shape[1])
-    check_lengths(q.shape[0], q.device, q.shape[1], seqused_q=seqused_q)
-    check_lengths(q.shape[0], q.device, k.shape[1], seqused_k=seqused_k, leftpad_k=leftpad_k)
+    check_lengths(q.shape[0], q.device, _if_readable(q.shape[1]), seqused_q=seqused_q)
+    check_lengths(q.shape[0], q.device, _if_readable(k.shape[1]), seqused_k=seqused_k, leftpad_k=leftpad_k)
     has_lengths = any(lengths is not None for lengths in (seqused_q, seqused_k, leftpad_k))
     mask = normalized_mask(mask, q, k, has_lengths)
     sequences = fixed_sequences(
@@ -84,7 +90,7 @@ def mala_attn_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    call = _Call(settings, sequences, _implementation(impl, q), return_work)
+    call = _Call(settings, sequences, _implementation(impl, q), return_work, _save_support(save_support, deterministic))
     out, lse, work = _attend(q, k, v, sinks, mask, call)
     return _returned(out, lse, work, return_lse, return_work)
 
@@ -106,6 +112,8 @@ def mala_attn_varlen_func(
     sinks: Optional[Tensor] = None,
     tile: Optional[tuple[int, int]] = None,
     impl: str = "auto",
+    save_support: Optional[bool] = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     return_work: bool = False,
 ):
@@ -115,7 +123,8 @@ def mala_attn_varlen_func(
         q: (total_q, num_heads, head_dim); k (total_k, num_kv_heads, head_dim); v (total_k, num_kv_heads, v_head_dim).
         cu_seqlens_q, cu_seqlens_k: int32 (num_sequences + 1,), first 0, never falling; sequence s is rows
             cu_seqlens_q[s] to cu_seqlens_q[s + 1] and likewise for keys. Empty sequences are allowed.
-        max_seqlen_q, max_seqlen_k: longest sequence; read from cu_seqlens (a device synchronisation) when not given.
+        max_seqlen_q, max_seqlen_k: longest sequence; read from cu_seqlens (a device synchronisation) when not given, which
+            a compiled call cannot do.
         Others as in :func:`mala_attn_func`.
 
     Returns:
@@ -126,11 +135,11 @@ def mala_attn_varlen_func(
         if not isinstance(cu_seqlens, Tensor):
             raise ValueError(f"{name} must be an int32 or int64 tensor, got {type(cu_seqlens).__name__}")
     check_lengths(cu_seqlens_q.numel(), q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    longest_q = check_boundaries(q.shape[0], "q", cu_seqlens_q, max_seqlen_q)
-    longest_k = check_boundaries(k.shape[0], "k", cu_seqlens_k, max_seqlen_k)
+    longest_q = _longest(q.shape[0], "q", cu_seqlens_q, max_seqlen_q)
+    longest_k = _longest(k.shape[0], "k", cu_seqlens_k, max_seqlen_k)
     settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, longest_q, longest_k)
     sequences = packed_sequences(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, settings.window[1])
-    call = _Call(settings, sequences, _implementation(impl, q), return_work)
+    call = _Call(settings, sequences, _implementation(impl, q), return_work, _save_support(save_support, deterministic))
     out, lse, work = _attend(q[None], k[None], v[None], sinks, None, call)
     return _returned(out[0], lse[0], work, return_lse, return_work)
 
@@ -152,6 +161,8 @@ def mala_attn_with_kvcache_func(
     sinks: Optional[Tensor] = None,
     tile: Optional[tuple[int, int]] = None,
     impl: str = "auto",
+    save_support: Optional[bool] = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     return_work: bool = False,
 ):
@@ -184,16 +195,23 @@ def mala_attn_with_kvcache_func(
     return mala_attn_func(
         q, k_cache, v_cache,
         tau=tau, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks,
-        seqused_k=seqused_k, leftpad_k=leftpad_k, tile=tile, impl=impl, return_lse=return_lse, return_work=return_work,
+        seqused_k=seqused_k, leftpad_k=leftpad_k, tile=tile, impl=impl, save_support=save_support, deterministic=deterministic,
+        return_lse=return_lse, return_work=return_work,
     )  # fmt: skip
+
+
+MIN_RATIO_TO_OUT = 8  # bytes of out over those of a support that is saved without being asked for
 
 
 @dataclass(frozen=True)
 class _Call:
+    """All of a call but its tensors."""
+
     settings: Settings
     sequences: Sequences
     impl: str
     return_work: bool
+    save_support: Optional[bool]
 
 
 def _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, seqlen_q, seqlen_k) -> Settings:
@@ -203,6 +221,28 @@ def _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, seqlen_q,
     left, right = (-1 if side >= max(seqlen_q, seqlen_k) else side for side in window)
     tile = tile_config(q.shape[-1], v.shape[-1], q.dtype, seqlen_q).tile if tile is None else tile
     return Settings(float(tau), float(scale), (left, 0 if causal else right), float(softcap), tile)
+
+
+def _if_readable(limit: int) -> Optional[int]:
+    """``limit`` where values can be checked against it; a compiler has none yet."""
+    return None if torch.compiler.is_compiling() else limit
+
+
+def _longest(total: int, name: str, cu_seqlens: Tensor, max_seqlen: Optional[int]) -> int:
+    if not torch.compiler.is_compiling():
+        return check_boundaries(total, name, cu_seqlens, max_seqlen)
+    if max_seqlen is None:
+        raise ValueError(
+            f"a compiled call cannot read the longest sequence from cu_seqlens_{name}: pass max_seqlen_{name}"
+        )
+    return max_seqlen
+
+
+def _save_support(save_support: Optional[bool], deterministic: bool) -> Optional[bool]:
+    for name, flag in (("save_support", save_support), ("deterministic", deterministic)):
+        if not isinstance(flag, bool) and not (flag is None and name == "save_support"):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
+    return save_support
 
 
 def _implementation(impl: str, q: Tensor) -> str:
@@ -219,56 +259,50 @@ def _implementation(impl: str, q: Tensor) -> str:
     return impl
 
 
-def _forward(q, k, v, sinks, mask, call: _Call):
-    if call.impl == "triton":
-        from .forward import launch_forward  # triton is needed only here
-
-        return launch_forward(q, k, v, call.settings, call.sequences, sinks, mask, call.return_work)[:4]
-    if call.impl == "reference":
-        return reference.forward_sequences(q, k, v, call.settings, call.sequences, sinks, mask)
-    return blockwise.forward(q, k, v, call.settings, call.sequences, sinks, mask)
-
-
-class _MalaAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, mask, call: _Call):
-        with torch.autocast(q.device.type, enabled=False):  # it would round scores to 16 bit
-            out, lse, tiles, certificate = _forward(q, k, v, sinks, mask, call)
-        ctx.save_for_backward(q, k, v, sinks, mask, out, lse)
-        ctx.call = call
-        ctx.mark_non_differentiable(*(x for x in (lse, tiles, certificate) if x is not None))
-        return out, lse, tiles, certificate
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do, *unused):
-        q, k, v, sinks, mask, out, lse = ctx.saved_tensors
-        call: _Call = ctx.call
-        compute = reference.backward_sequences if call.impl == "reference" else blockwise.backward
-        with torch.autocast(q.device.type, enabled=False):
-            dq, dk, dv, dsinks, _ = compute(q, k, v, out, lse, do, call.settings, call.sequences, sinks, mask)
-        return dq, dk, dv, dsinks, None, None
-
-
 def _attend(q, k, v, sinks, mask, call: _Call):
-    out, lse, tiles, certificate = _MalaAttention.apply(q, k, v, sinks, mask, call)
+    settings, sequences = call.settings, call.sequences
+    q_tiles, k_tiles = sequences.tile_grid(settings.tile)
+    shape = support_shape(sequences.num_sequences, q.shape[2], (q_tiles, k_tiles))
+    records, known = records_support(), replayed_support(shape, q.device)
+    if call.save_support is False and (records or known is not None):
+        raise ValueError("reuse_support keeps the support of every call: leave save_support at None, or set it to True")
+    saves = known is None and (records or _saves_support(call, q, k, v, sinks, shape))
+    if call.impl == "reference" and (saves or known is not None):
+        raise ValueError("the reference scores every tile again and saves no support: leave save_support at None")
+    out, lse, tiles, certificate, found = operators.forward(
+        q, k, v, sinks, mask, sequences.bounds, known, sequences.max_seqlen_q, sequences.max_seqlen_k, sequences.is_packed,
+        settings.tau, settings.softmax_scale, *settings.window, settings.softcap, *settings.tile, call.impl, call.return_work, saves,
+    )  # fmt: skip
+    if records:
+        record_support(found)
     if not call.return_work:
         return out, lse, None
-    block_m = call.settings.tile[0]
-    q_tiles = tiles.shape[2]
-    sequences = call.sequences
+    certificate = certificate[0] if sequences.is_packed else certificate
+    saved_bytes = (found if known is None else known).nbytes
+    work = Work(tiles, certificate, _rows_of_tiles(call, q_tiles, q.device), settings.tile, call.impl, saved_bytes)
+    return out, lse, work
+
+
+def _saves_support(call: _Call, q, k, v, sinks, shape: tuple[int, int, int, int]) -> bool:
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+        return False
+    if call.save_support is not None:
+        return call.save_support
+    num_sequences, num_heads, q_tiles, words = shape
+    support_bytes = num_sequences * num_heads * q_tiles * words * torch.int32.itemsize
+    out_bytes = q.shape[0] * q.shape[1] * num_heads * v.shape[3] * q.element_size()
+    return call.impl != "reference" and support_bytes * MIN_RATIO_TO_OUT <= out_bytes
+
+
+def _rows_of_tiles(call: _Call, q_tiles: int, device: torch.device) -> Tensor:
+    sequences, block_m = call.sequences, call.settings.tile[0]
     if sequences.bounds is None:
         q_begin, q_end = sequences.common[:2]
-        lengths = torch.full((sequences.num_sequences,), q_end - q_begin, dtype=torch.int32, device=q.device)
+        lengths = torch.full((sequences.num_sequences,), q_end - q_begin, dtype=torch.int32, device=device)
     else:
         lengths = sequences.bounds[:, 1] - sequences.bounds[:, 0]
-    starts = torch.arange(q_tiles, dtype=torch.int32, device=q.device) * block_m
-    rows = (lengths[:, None] - starts).clamp(0, block_m)
-    return (
-        out,
-        lse,
-        Work(tiles, certificate[0] if sequences.is_packed else certificate, rows, call.settings.tile, call.impl),
-    )
+    starts = torch.arange(q_tiles, dtype=torch.int32, device=device) * block_m
+    return (lengths[:, None] - starts).clamp(0, block_m)
 
 
 def _returned(out, lse, work, return_lse: bool, return_work: bool):

@@ -21,6 +21,7 @@ class Work:
         rows: int32 (num_sequences, q_tiles); query rows in each query tile.
         tile: (BLOCK_M, BLOCK_N); part of the rule's definition.
         impl: the implementation that ran: "triton", "blockwise" or "reference".
+        support_bytes: memory that the call keeps until backward for the retained tiles, 1 bit each; 0 where it keeps none.
     """
 
     tiles: Tensor
@@ -28,6 +29,7 @@ class Work:
     rows: Tensor
     tile: tuple[int, int]
     impl: str
+    support_bytes: int = 0
 
     @property
     def retained(self) -> Tensor:
