@@ -77,7 +77,7 @@ class BackwardConfig:
 BACKWARD_16BIT = {
     32: BackwardConfig(128, Launch(128, 8, 3), Launch(128, 4, 3), Launch(64, 4, 2), Launch(64, 4, 2)),
     64: BackwardConfig(128, Launch(128, 8, 3), Launch(128, 4, 3), Launch(64, 4, 2), Launch(64, 4, 2)),
-    128: BackwardConfig(128, Launch(128, 8, 3), Launch(128, 4, 2), Launch(64, 4, 2), Launch(64, 4, 2)),
+    128: BackwardConfig(128, Launch(128, 8, 2), Launch(128, 4, 3), Launch(64, 4, 2), Launch(64, 4, 2)),
     256: BackwardConfig(128, Launch(64, 8, 2), Launch(64, 4, 2), Launch(32, 8, 1), Launch(32, 8, 1)),
 }
 BACKWARD_32BIT = {
