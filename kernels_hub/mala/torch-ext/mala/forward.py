@@ -22,7 +22,8 @@ from .descriptors import descriptor
 from .rule import log2_threshold
 from .support import empty_support
 from .tile_config import TileConfig, padded_head_dim, tile_config
-from .tile_steps import LOG2_E, allocate, key_range, legal_pairs, score_tile
+from .tile_loops import visit_tiles, walk_tiles
+from .tile_steps import LOG2_E, key_range
 from .tma import HAS_GLUON_FOR_HOPPER, has_tma, nvidia_major
 from .visibility import Sequences, visible_keys_under_mask
 
@@ -39,37 +40,6 @@ RUNTIME_VALUES = [
 # fmt: on
 
 
-@triton.jit
-def _visit_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, support_base, batch, kv_head, k_begin, seqlen_k,
-                 position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, first, last, stride_ks, stride_vs,
-                 window_left, window_right, scale_log2, softcap_log2,
-                 HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                 BLOCK_DV: tl.constexpr, IS_EDGE: tl.constexpr, USE_TMA: tl.constexpr, HAS_LEFT: tl.constexpr,
-                 HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, RETURN_WORK: tl.constexpr,
-                 SAVE_SUPPORT: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
-    """Key tiles last - 1 down to first: row_max, row_sum, acc, limit and omitted (skipped mass over exp2(row_max)) after them."""
-    to_log2 = 1.0 if HAS_SOFTCAP else scale_log2
-    for step in tl.range(0, last - first):
-        index = last - 1 - step
-        start_n = index * BLOCK_N
-        scores = score_tile(q_tile, k, k_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_ks, scale_log2, softcap_log2,
-                            HEAD_DIM, BLOCK_N, BLOCK_D, IS_EDGE, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
-        legal_keys = BLOCK_N
-        if IS_EDGE:
-            legal = legal_pairs(
-                (start_n + tl.arange(0, BLOCK_N))[None, :], position[:, None], tl.arange(0, position.shape[0])[:, None],
-                row_exists[:, None], seqlen_k, mask_base, stride_ms, window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_MASK,
-            )  # fmt: skip
-            scores = tl.where(legal, scores, float("-inf"))
-            legal_keys = tl.sum(legal.to(tl.int32), 1)
-        tile_max = tl.max(scores, 1) * to_log2  # (BLOCK_M,)
-        row_max, row_sum, acc, limit, omitted = allocate(
-            scores, to_log2, tile_max, legal_keys, v, v_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_vs,
-            tiles_base, support_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
-            V_HEAD_DIM, BLOCK_N, BLOCK_DV, IS_EDGE, USE_TMA, RETURN_WORK, SAVE_SUPPORT, DOT_PRECISION)  # fmt: skip
-    return row_max, row_sum, acc, limit, omitted
-
-
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def mala_forward_kernel(
     q_ptr, k, v, out_ptr, lse_ptr, sinks_ptr, mask_ptr, visible_ptr, tiles_ptr, certificate_ptr, support_ptr, bounds_ptr,
@@ -80,7 +50,7 @@ def mala_forward_kernel(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_TMA: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    RETURN_WORK: tl.constexpr, SAVE_SUPPORT: tl.constexpr, DOT_PRECISION: tl.constexpr,
+    RETURN_WORK: tl.constexpr, SAVE_SUPPORT: tl.constexpr, HAS_SUPPORT: tl.constexpr, DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one head. q, k, v, out strides count STRIDE_UNIT elements, so that their divisibility needs no recompile."""
     program = tl.program_id(0)
@@ -156,23 +126,30 @@ def mala_forward_kernel(
             + q_tile_index.to(tl.int64) * stride_tm
         )
     support_base = head64
-    if SAVE_SUPPORT:
+    if SAVE_SUPPORT or HAS_SUPPORT:
         support_row = (tl.cast(sequence, tl.int64) * num_heads + head) * support_rows + q_tile_index
         support_base = support_ptr + support_row * support_words
-    row_max, row_sum, acc, limit, omitted = _visit_tiles(
-        q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, support_base, batch, kv_head, k_begin, seqlen_k, position,
-        row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, edge_high, last, stride_ks * STRIDE_UNIT,
-        stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
-        True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, DOT_PRECISION)  # fmt: skip
-    if not HAS_MASK:
-        row_max, row_sum, acc, limit, omitted = _visit_tiles(
+    if HAS_SUPPORT:
+        row_max, row_sum, acc = walk_tiles(
+            q_tile, k, v, k_base, v_base, mask_base, stride_ms, support_base, support_words, batch, kv_head, k_begin, seqlen_k,
+            position, row_exists, row_max, row_sum, acc, whole_low, whole_high, stride_ks * STRIDE_UNIT, stride_vs * STRIDE_UNIT,
+            window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+            USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
+    else:
+        row_max, row_sum, acc, limit, omitted = visit_tiles(
+            q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, support_base, batch, kv_head, k_begin, seqlen_k, position,
+            row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, edge_high, last, stride_ks * STRIDE_UNIT,
+            stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D,
+            BLOCK_DV, True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, DOT_PRECISION)  # fmt: skip
+    if not HAS_MASK and not HAS_SUPPORT:
+        row_max, row_sum, acc, limit, omitted = visit_tiles(
             q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, support_base, batch, kv_head, k_begin, seqlen_k, position,
             row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, edge_low, edge_high, stride_ks * STRIDE_UNIT,
             stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N,
             BLOCK_D, BLOCK_DV, False, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT,
             DOT_PRECISION)  # fmt: skip
         if HAS_LEFT:
-            row_max, row_sum, acc, limit, omitted = _visit_tiles(
+            row_max, row_sum, acc, limit, omitted = visit_tiles(
                 q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, support_base, batch, kv_head, k_begin, seqlen_k,
                 position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, first, edge_low, stride_ks * STRIDE_UNIT,
                 stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N,
@@ -213,11 +190,15 @@ def launch_forward(
     mask: Optional[Tensor],
     return_work: bool,
     save_support: bool = False,
+    support: Optional[Tensor] = None,
     config: Optional[TileConfig] = None,
     use_tma: Optional[bool] = None,
     use_hopper: Optional[bool] = None,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     """out, lse, tiles, certificate, support; arguments and shapes as :func:`blockwise.forward`, what is not asked for is None.
+
+    ``support``: what an earlier call on the same inputs found. Its tiles are walked and no others scored, with the same bits as result
+    (and it is returned); a call that is to report its work scores all tiles nevertheless.
 
     ``config``, ``use_tma`` and ``use_hopper`` override the shipped launch shape, the choice of loads and of the kernel, for
     measurements and tests.
@@ -242,13 +223,18 @@ def launch_forward(
             sequences.num_sequences, num_heads, num_q_tiles, num_k_tiles, dtype=torch.int8, device=q.device
         )
         certificate = torch.zeros_like(lse)
-    support = empty_support(sequences, num_heads, config.tile, q.device) if save_support else None
+    is_known = support is not None and not return_work
+    if not is_known:
+        support = empty_support(sequences, num_heads, config.tile, q.device) if save_support else None
     if sequences.bounds is not None or sequences.common[0] > 0:  # rows that see no key are not visited
         out.zero_()
         lse[:] = -math.inf if sinks is None else sinks.float()[:, None]
     if out.numel() == 0 or num_q_tiles == 0:
         return out, lse, tiles, certificate, support
 
+    if is_known and use_tma is None:
+        # a descriptor reads on into the next sequence, where anything may lie
+        use_hopper, use_tma = False, sequences.bounds is None and has_tma(k) and has_tma(v)
     if use_hopper is not False and HAS_GLUON_FOR_HOPPER and nvidia_major(q.device) == 9:
         from . import forward_hopper
 
@@ -323,7 +309,8 @@ def launch_forward(
             HAS_SOFTCAP=settings.softcap > 0,
             HAS_SINKS=sinks is not None,
             RETURN_WORK=return_work,
-            SAVE_SUPPORT=save_support,
+            SAVE_SUPPORT=save_support and not is_known,
+            HAS_SUPPORT=is_known,
             DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=config.num_warps if mask is None else max(config.num_warps, 8),  # its tile takes registers
             num_stages=config.num_stages,

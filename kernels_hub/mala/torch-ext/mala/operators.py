@@ -51,7 +51,7 @@ def forward(
         if impl == "triton":
             from .forward import launch_forward  # triton is needed only here
 
-            results = launch_forward(q, k, v, settings, sequences, sinks, mask, return_work, save_support)
+            results = launch_forward(q, k, v, settings, sequences, sinks, mask, return_work, save_support, support)
         elif impl == "reference":
             results = *reference.forward_sequences(q, k, v, settings, sequences, sinks, mask), None
         else:

@@ -54,6 +54,19 @@ def next_bit(words, place, word):
     return place * 32 + bit, place, word & (word - 1)
 
 
+@triton.jit
+def previous_bit(words, place, word):
+    """As :func:`next_bit` from the highest bit down; it starts with place = WORDS, word = 0."""
+    lanes = tl.arange(0, WORDS)
+    earlier = tl.max(tl.where((words != 0) & (lanes < place), lanes, -1), 0)
+    place = tl.where(word == 0, earlier, place)
+    word = tl.where(word == 0, tl.sum(tl.where(lanes == earlier, words, 0), 0), word)
+    upper = (word >> 16) & 0xFFFF
+    half = tl.where(upper != 0, upper, word & 0xFFFF)  # 16 bits, which a float holds exactly
+    bit = (half.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127 + tl.where(upper != 0, 16, 0)
+    return place * 32 + bit, place, word & ~(1 << bit)
+
+
 def empty_support(sequences: Sequences, num_heads: int, tile: tuple[int, int], device: torch.device) -> Tensor:
     """A support in which nothing is retained."""
     q_tiles, k_tiles = sequences.tile_grid(tile)
