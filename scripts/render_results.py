@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the tables of README.md and docs/ from the stored results, between markers <!-- table: NAME --> and <!-- end -->.
+"""Draw the tables and figures of README.md and docs/ from the stored results, between markers <!-- table: NAME --> and <!-- end -->.
 
 python scripts/render_results.py            # rewrite the pages
 python scripts/render_results.py --check    # exit code 1 if a page differs from its results
@@ -13,8 +13,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from training_figure import differences, training_svg
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/performance.md")
+PAGES = ("README.md", "docs/performance.md", "docs/training.md")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -82,7 +84,66 @@ def blockwise() -> str:
     return table(["tokens", "eager, ms", "blockwise, ms", "blockwise / eager"], [[f"{found['seqlen']:,}", *cells]])
 
 
-TABLES = {"forward": forward, "perplexity": perplexity, "blockwise": blockwise}
+def training_names() -> list[str]:
+    """Every stored result of ``train_compare.py``."""
+    return sorted(path.stem for path in (ROOT / "results").glob("training_*.json"))
+
+
+def training() -> str:
+    """Each training comparison: what it was, a row for each attention, and the figure."""
+    header = [
+        "",
+        "loss, last tenth",
+        "difference, mean",
+        "largest",
+        "held out, before",
+        "after",
+        "after, read by MALA",
+        "work before",
+        "after",
+        "steps per second",
+        "peak memory, GiB",
+    ]
+    return "\n".join(
+        f"{training_title(found)}\n\n{table(header, training_rows(found['runs']))}\n"
+        f"![loss of each step, and its difference to {found['runs'][0]['attention']}](training/{name}.svg)\n"
+        for name in training_names()
+        for found in [results(name)]
+    )
+
+
+def training_title(found: dict[str, Any]) -> str:
+    """What was trained, on what, where."""
+    settings, data = found["settings"], found["data"]
+    return (
+        f"{found['model']} on {data['text']}: {settings['steps']} steps of {settings['batch']} x {settings['seqlen']:,} tokens, "
+        f"{settings['dtype']}, {found['device']}, torch {found['versions']['torch']}, transformers {found['versions']['transformers']}"
+    )
+
+
+def training_rows(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """A row for each attention; work is counted with its own settings, at tau = 1 for an exact attention."""
+    rows = []
+    for run in runs:
+        apart = [abs(difference) for difference in differences(run, runs[0])]
+        last = run["loss"][-max(len(run["loss"]) // 10, 1) :]
+        rows.append(
+            [
+                run["attention"],
+                f"{sum(last) / len(last):.4f}",
+                f"{sum(apart) / len(apart):.6f}",
+                f"{max(apart):.6f}",
+                *(f"{run[when]['sdpa']:.4f}" for when in ("held_out_before", "held_out_after")),
+                f"{run['held_out_after']['mala']:.4f}",
+                *(f"{100 * run[when]['work_fraction']:.1f} %" for when in ("work_before", "work_after")),
+                "" if run["steps_per_second"] is None else f"{run['steps_per_second']:.2f}",
+                "" if run["peak_bytes"] is None else f"{run['peak_bytes'] / 2**30:.2f}",
+            ]
+        )
+    return rows
+
+
+TABLES = {"forward": forward, "perplexity": perplexity, "blockwise": blockwise, "training": training}
 
 
 def rendered(text: str) -> str:
@@ -90,19 +151,24 @@ def rendered(text: str) -> str:
     return MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 
 
+def drawn() -> dict[Path, str]:
+    """Every page and figure as its results would have it."""
+    pages = {ROOT / page: rendered((ROOT / page).read_text("utf-8")) for page in PAGES}
+    return pages | {ROOT / "docs/training" / f"{name}.svg": training_svg(results(name)) for name in training_names()}
+
+
 def main() -> None:
-    """Rewrite or check the pages."""
+    """Rewrite or check the pages and figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is not up to date")
     options = parser.parse_args()
-    for page in PAGES:
-        path = ROOT / page
-        text = path.read_text("utf-8")
-        if rendered(text) == text:
+    for path, text in drawn().items():
+        if path.exists() and path.read_text("utf-8") == text:
             continue
         if options.check:
-            raise SystemExit(f"{page} does not show its results: run scripts/render_results.py")
-        path.write_text(rendered(text), "utf-8")
+            raise SystemExit(f"{path.relative_to(ROOT)} does not show its results: run scripts/render_results.py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":
