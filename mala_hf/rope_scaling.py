@@ -7,13 +7,14 @@ import json
 import math
 from typing import Any
 
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 BASE = "original_max_position_embeddings"
 
 
 def read_rope_scaling(text: str | None) -> dict[str, Any] | None:
     """Parse ``{"rope_type": ..., ...}``; ``ValueError`` for what is no JSON object, or a kind that Transformers does not have."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     if text is None:
         return None
     try:
@@ -33,7 +34,8 @@ def scale_rope(config: Any, scaling: dict[str, Any]) -> Any:
     """Set the rotary settings of a model's config, not yet built, and the positions that follow from ``factor``; return the config.
 
     What is missing is taken from the model: its base frequency and, for the trained context, its positions.
-    Raises ``ValueError`` for models without rotary positions, or whose layers have rotary settings of several kinds.
+    Raises ``ValueError`` for models without rotary positions, or whose layers have rotary settings of several kinds,
+    and for a kind of scaling that lacks a setting.
     """
     text_config = config.get_text_config()
     rope = getattr(text_config, "rope_parameters", None)
@@ -47,4 +49,10 @@ def scale_rope(config: Any, scaling: dict[str, Any]) -> Any:
     text_config.max_position_embeddings = max(
         int(trained * scaling.get("factor", 1.0)), text_config.max_position_embeddings
     )
+    frequencies = ROPE_INIT_FUNCTIONS.get(scaling["rope_type"])
+    try:
+        if frequencies is not None:
+            frequencies(text_config, torch.device("cpu"))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"rope scaling of type {scaling['rope_type']} lacks a setting: {error}") from error
     return config
