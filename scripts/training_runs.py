@@ -8,6 +8,7 @@ autocast's. AdamW, gradients clipped to norm 1, a constant rate after the warm-u
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -140,6 +141,7 @@ def fine_tune(model: Any, windows: Tensor, attention: Attention, settings: Setti
     curves = Curves(attention.label)
     on_gpu = model.device.type == "cuda"
     if on_gpu:
+        gc.collect()  # the optimizer of the run before lives in reference cycles
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder, attention.of(model):
         arguments = TrainingArguments(
