@@ -80,6 +80,13 @@ BACKWARD_16BIT = {
     128: BackwardConfig(128, Launch(128, 8, 2), Launch(128, 4, 3), Launch(64, 4, 2), Launch(64, 4, 2)),
     256: BackwardConfig(128, Launch(64, 8, 2), Launch(64, 4, 2), Launch(32, 8, 1), Launch(32, 8, 1)),
 }
+# the matrix products of Ampere and Ada hold their operands in registers
+BACKWARD_16BIT_BEFORE_HOPPER = {
+    32: BackwardConfig(128, Launch(128, 8, 3), Launch(128, 4, 3), Launch(64, 4, 2), Launch(64, 4, 2)),
+    64: BackwardConfig(128, Launch(128, 8, 3), Launch(128, 4, 3), Launch(64, 4, 2), Launch(32, 4, 2)),
+    128: BackwardConfig(128, Launch(128, 8, 2), Launch(128, 4, 3), Launch(64, 8, 2), Launch(64, 8, 2)),
+    256: BackwardConfig(128, Launch(64, 8, 2), Launch(64, 4, 2), Launch(32, 8, 1), Launch(32, 8, 1)),
+}
 BACKWARD_32BIT = {
     32: BackwardConfig(64, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 1), Launch(32, 4, 1)),
     64: BackwardConfig(64, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 1), Launch(32, 4, 1)),
@@ -88,9 +95,13 @@ BACKWARD_32BIT = {
 }
 
 
-def backward_config(head_dim: int, v_head_dim: int, dtype: torch.dtype, tile: tuple[int, int]) -> BackwardConfig:
-    """The shipped launch shapes, fitted to ``tile``, which the forward chose."""
-    table = BACKWARD_16BIT if dtype in (torch.float16, torch.bfloat16) else BACKWARD_32BIT
+def backward_config(
+    head_dim: int, v_head_dim: int, dtype: torch.dtype, tile: tuple[int, int], major: int
+) -> BackwardConfig:
+    """The shipped launch shapes, fitted to ``tile``, which the forward chose. ``major``: the GPU's compute capability."""
+    table = BACKWARD_32BIT
+    if dtype in (torch.float16, torch.bfloat16):
+        table = BACKWARD_16BIT if major >= 9 else BACKWARD_16BIT_BEFORE_HOPPER
     config = table[max(padded_head_dim(head_dim), padded_head_dim(v_head_dim))]
     block_m, block_n = tile
 
