@@ -33,7 +33,12 @@ def launch(kind: str, folder: Path) -> list[dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"]
     command += [str(ROOT / "tests" / "distributed_steps.py"), kind, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
