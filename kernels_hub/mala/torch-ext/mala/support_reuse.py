@@ -19,8 +19,11 @@ from torch import Tensor
 def reuse_support() -> tuple[AbstractContextManager, AbstractContextManager]:
     """The ``context_fn`` of a non-reentrant ``torch.utils.checkpoint``: (context of the first forward, of its recomputation).
 
-    Inside a compiled graph the checkpoint is the compiler's, which recomputes without these supports.
+    Raises:
+        ValueError: in a compiled graph, where the compiler recomputes and runs no contexts.
     """
+    if torch.compiler.is_compiling():
+        raise ValueError("reuse_support has no meaning in a compiled graph: checkpoint there without context_fn")
     supports: list[Tensor] = []
     return _Recording(supports), _Replaying(supports)
 
