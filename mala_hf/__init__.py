@@ -5,6 +5,7 @@ Importing this package adds the attention implementations "mala" and "mala_refer
 """
 
 from .config import MalaConfig
+from .ops.support_reuse import reuse_support
 from .patch import mala_attention, patch_model, unpatch_model
 from .recording import WorkReport, record_work
 from .registration import register
@@ -19,5 +20,6 @@ __all__ = [
     "mala_attention",
     "patch_model",
     "record_work",
+    "reuse_support",
     "unpatch_model",
 ]
