@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MassAlloc Attention (MALA) for Hugging Face Transformers.
 
-Importing this package adds the attention implementations "mala" and "mala_reference" to Transformers, and does nothing else.
+Importing this package adds the attention implementations "mala" and "mala_reference" to Transformers, the operators behind them to
+``torch.ops.mala_hf``, and does nothing else.
 """
 
 from .config import MalaConfig

@@ -58,6 +58,7 @@ def test_importing_adds_two_names_and_changes_nothing_else_of_transformers():
             for kind in ("AttentionInterface", "AttentionMaskInterface")
             for name in ("mala", "mala_reference")
         )
+        + [("torch.ops", "mala_hf")]  # the namespace of our operators
     )
 
 
