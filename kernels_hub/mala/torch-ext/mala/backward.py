@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def launch_backward(
 
     q_begin, q_end, k_begin, k_end = sequences.common
     left, right = settings.window
-    shared = {
+    shared: dict[str, Any] = {
         "bounds_ptr": sequences.bounds,
         "q_begin": q_begin,
         "q_end": q_end,
@@ -90,7 +90,7 @@ def launch_backward(
         "IS_PACKED": sequences.is_packed,
         "HAS_BOUNDS": is_ragged,
     }
-    scored = {
+    scored: dict[str, Any] = {
         **shared,
         **strides("q", q),
         **strides("k", k),
@@ -115,7 +115,7 @@ def launch_backward(
         "HAS_SOFTCAP": settings.softcap > 0,
         "DOT_PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
-    visible = {"visible_ptr": None, "stride_nb": 0, "stride_nh": 0}
+    visible: dict[str, Any] = {"visible_ptr": None, "stride_nb": 0, "stride_nh": 0}
     if mask is not None:
         counts = visible_keys_under_mask(mask, total_q, settings.window).expand(batch, num_heads, -1)
         visible = {"visible_ptr": counts, "stride_nb": counts.stride(0), "stride_nh": counts.stride(1)}
