@@ -56,6 +56,23 @@ def test_base_prompts_are_those_of_the_original_and_chat_leaves_room_for_its_tem
             assert prompt.text.index(prompt.outputs[0]) / len(prompt.text) == pytest.approx(depth, abs=0.06)
 
 
+def test_a_task_that_fits_only_without_the_template_has_it_on_top():
+    tokenizer = chat_tokenizer()
+    smallest = 250
+    base = Prompter(tokenizer, chat=False)
+    while True:
+        try:
+            drawn = base.draw("fwe", length=smallest, num_samples=1)
+            break
+        except ValueError:
+            smallest += 1
+    (prompt,) = Prompter(tokenizer, chat=True).draw("fwe", length=smallest, num_samples=1)
+    assert prompt.text.startswith(f"<user>{drawn[0].text[:60]}")
+    assert len(prompt.ids) == len(drawn[0].ids) + Prompter(tokenizer, chat=True).template_tokens
+    with pytest.raises(ValueError, match="fwe does not fit"):
+        Prompter(tokenizer, chat=True).draw("fwe", length=smallest - 1, num_samples=1)
+
+
 def test_special_tokens_are_added_only_where_no_template_writes_them():
     class WithBeginning:
         chat_template = CHAT

@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Score the documents with each implementation at each length; print a row as soon as it is known."""
-    require_packages("demo")
+    require_packages("demo", ("tqdm",))
     from tqdm.auto import tqdm
 
     from ..checkpoint import OFFLINE_MODEL, load_model

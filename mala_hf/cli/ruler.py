@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Evaluate, or go on where a run stopped; store and print scores and comparisons."""
-    require_packages("demo,eval", ("accelerate", "gguf", "matplotlib", "tqdm"))
+    require_packages("eval", ("tqdm",))
     from tqdm.auto import tqdm
 
     from ..implementations import implementations_of

@@ -76,7 +76,16 @@ class Prompter:
 
     def ids(self, text: str) -> list[int]:
         """Return its tokens; special tokens are added only where no chat template wrote them."""
-        return self._tokenizer(text, add_special_tokens=not self._chat, truncation=False, verbose=False).input_ids
+        return self._tokens(text, add_special_tokens=not self._chat)
+
+    def count(self, text: str) -> int:
+        """Count the tokens of a text, without special tokens: as RULER measures samples."""
+        return len(self._tokens(text, add_special_tokens=False))
+
+    def _tokens(self, text: str, add_special_tokens: bool) -> list[int]:
+        # not verbose: texts longer than the model's context are counted on the way
+        options = {"add_special_tokens": add_special_tokens, "truncation": False, "verbose": False}
+        return self._tokenizer(text, **options).input_ids
 
     @property
     def template_tokens(self) -> int:
@@ -84,12 +93,21 @@ class Prompter:
         question, prefix = "What is it?", " Answer:"
         if not self._chat:
             return 0
-        return len(self.ids(self.text(question, prefix))) - len(self._tokenizer.tokenize(question + prefix))
+        return len(self.ids(self.text(question, prefix))) - self.count(question + prefix)
 
     def draw(self, task: str, *, length: int, num_samples: int, **options: Any) -> list[Prompt]:
-        """Draw samples of a task (``generate``'s options) that hold the template too, and write their prompts."""
-        room = length - self.template_tokens
-        samples = generate(task, tokenizer=self._tokenizer, length=room, num_samples=num_samples, **options)
+        """Draw samples of a task (``generate``'s options) and write their prompts.
+
+        The length holds the template too, as RULER's does; where the task does not fit beside it, the template comes on top.
+        """
+
+        def samples_of(room: int) -> list[Sample]:
+            return generate(task, tokenizer=self.count, length=room, num_samples=num_samples, **options)
+
+        try:
+            samples = samples_of(length - self.template_tokens)
+        except ValueError:
+            samples = samples_of(length)
         return [self._finish(sample, length) for sample in samples]
 
     def _finish(self, sample: Sample, length: int) -> Prompt:
