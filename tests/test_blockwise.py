@@ -13,7 +13,7 @@ from helpers import assert_near, check_forward, random_gradient
 from inputs import CASES, EMPTY_CASES, FAMILY_CASES, Case, ids
 from torch import Tensor
 
-from mala_hf.ops import blockwise, mala_attn_func, reference
+from mala_hf.ops import blockwise, mala_attn_func, query_tile, reference
 
 ALL_CASES = [*CASES, *FAMILY_CASES]
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -47,7 +47,7 @@ def test_the_chunk_of_keys_is_no_part_of_the_rule(keys_per_chunk, monkeypatch):
         call = build(case, torch.float64)
         out, lse, work = call.run("blockwise", return_lse=True, return_work=True)
         with monkeypatch.context() as patch:
-            patch.setattr(blockwise, "KEYS_PER_CHUNK", keys_per_chunk)
+            patch.setattr(query_tile, "KEYS_PER_CHUNK", keys_per_chunk)
             chunked_out, chunked_lse, chunked_work = call.run("blockwise", return_lse=True, return_work=True)
         torch.testing.assert_close(chunked_out, out)
         torch.testing.assert_close(chunked_lse, lse)

@@ -14,7 +14,7 @@ from inputs import Case
 from torch import Tensor
 from torch.testing import assert_close
 
-from mala_hf.ops import blockwise, mala_attn_func, operators
+from mala_hf.ops import mala_attn_func, operators, query_tile
 from mala_hf.ops.support_bits import pack_support, unpack_support
 
 CASES = [
@@ -97,13 +97,13 @@ def test_a_saved_support_changes_no_bit_of_the_gradients(case, spies):
 
 
 def test_a_saved_support_is_the_retained_tiles_and_nothing_else_is_scored(monkeypatch, spies):
-    monkeypatch.setattr(blockwise, "KEYS_PER_CHUNK", 16)  # one tile at a time
+    monkeypatch.setattr(query_tile, "KEYS_PER_CHUNK", 16)  # one tile at a time
     call = build(Case(seqlen_q=700))
     _, graded = leaves_of(call)
     out, work = graded.run("blockwise", return_work=True, save_support=True)
     scored = []
-    scores = blockwise._QueryTile.scores
-    monkeypatch.setattr(blockwise._QueryTile, "scores", lambda *args: scored.append(args[1:]) or scores(*args))
+    scores = query_tile.QueryTile.scores
+    monkeypatch.setattr(query_tile.QueryTile, "scores", lambda *args: scored.append(args[1:]) or scores(*args))
     out.sum().backward()
     support = spies[1].calls[0][6]
     assert torch.equal(unpack_support(support, work.tiles.shape[-1]), work.retained)

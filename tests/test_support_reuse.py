@@ -33,13 +33,13 @@ def leaves_of(call: Call) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in call.tensors_and_sinks()]
 
 
-def attention(call: Call, **options):
+def attention(call: Call, impl: str = "blockwise"):
     """A function of the call's tensors: two layers of attention, the second on what the first made of q."""
 
     def attend(*leaves: Tensor) -> Tensor:
         call_of = call.with_(**dict(zip(("q", "k", "v", "sinks"), leaves, strict=False)))
-        first = call_of.run("blockwise", **options)
-        return call_of.with_(q=0.1 * first.square() - call_of.q).run("blockwise", **options)
+        first = call_of.run(impl)
+        return call_of.with_(q=0.1 * first.square() - call_of.q).run(impl)
 
     return attend
 
@@ -69,6 +69,13 @@ def test_checkpointing_changes_no_bit(case, kind, forwards):
     checkpointed = step(call, attention(call), **KINDS[kind])
     assert len(forwards) == 6
     for got, expected in zip(checkpointed, plain, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_reused_support_changes_no_bit_of_the_kernels(device):
+    call = build(Case(seqlen_q=40, num_heads=1, head_dim=32), device=device)
+    plain = step(call, attention(call, "triton"))
+    for got, expected in zip(step(call, attention(call, "triton"), **REUSED), plain, strict=True):
         assert torch.equal(got, expected)
 
 

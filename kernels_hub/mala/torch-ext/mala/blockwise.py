@@ -13,36 +13,18 @@ Letters in the shape comments: B batch, K num_kv_heads, G query heads per KV hea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Optional
 
 import torch
 from torch import Tensor
 
+from .query_tile import NEG_INF, QueryTile, Settings, finite, grouped_mask, heads_first, query_tiles
 from .support_bits import pack_support, unpack_support
-from .visibility import Sequences, visible_range
+from .visibility import Sequences
 from .work import RETAINED, SKIPPED
 
-KEYS_PER_CHUNK = 4096
-NEG_INF = -math.inf
 # in units of the last place; the forward's is the larger, so that the backward's support stays inside the forward's
 FORWARD_SLACK, BACKWARD_SLACK = 32, 8
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Numbers of one call: ``window`` (left, right) with causal folded in, ``softcap`` 0 for none, ``tile`` (BLOCK_M, BLOCK_N)."""
-
-    tau: float
-    softmax_scale: float
-    window: tuple[int, int]
-    softcap: float
-    tile: tuple[int, int]
-
-
-def log_threshold(visible_keys: Tensor, tau: float) -> Tensor:
-    """log(tau / L_q), capped at 0; -inf for tau = 0."""
-    return torch.log((tau / visible_keys.clamp(min=1)).clamp(max=1.0))
 
 
 def limit_of(normalizer: Tensor, threshold: Tensor, slack: int) -> Tensor:
@@ -79,80 +61,6 @@ def retained_tiles(
         retained = update
 
 
-class _QueryTile:
-    """One query tile of a group of sequences: its rows, threshold and the scores of a chunk of keys."""
-
-    def __init__(self, q, k, seqlens, rows, settings: Settings, mask: Optional[Tensor]):
-        seqlen_q, seqlen_k = seqlens
-        block_n = settings.tile[1]
-        self.k, self.settings, self.rows = k, settings, rows
-        self.q = q[:, :, :, rows] * settings.softmax_scale  # (B, K, G, M, D)
-        self.mask = None if mask is None else mask[..., rows, :]  # (B, K or 1, G or 1, M, seqlen_k)
-        position = torch.arange(rows.start, rows.stop, device=q.device) + seqlen_k - seqlen_q
-        self.low, self.high = visible_range(position, seqlen_k, settings.window)  # (M,)
-        ends = (
-            torch.tensor([rows.start, rows.stop - 1]) + seqlen_k - seqlen_q
-        )  # both grow with the row: the ends bound all rows
-        (min_low, self.all_low), (self.all_high, max_high) = (
-            x.tolist() for x in visible_range(ends, seqlen_k, settings.window)
-        )
-        visible = self.high - self.low
-        if self.mask is not None:
-            keys = torch.arange(seqlen_k, device=q.device)
-            in_window = (keys >= self.low[:, None]) & (keys < self.high[:, None])
-            visible = (self.mask & in_window).sum(-1)
-        self.threshold = log_threshold(visible, settings.tau).to(q.dtype)  # (..., M)
-        first, last = min_low // block_n, math.ceil(max_high / block_n)
-        step = max(1, KEYS_PER_CHUNK // block_n)
-        # whole tiles, from the diagonal toward earlier keys
-        self.chunks = [
-            (max(first, end - step) * block_n, min(end * block_n, seqlen_k)) for end in range(last, first, -step)
-        ]
-
-    def scores(self, start: int, stop: int) -> tuple[Tensor, Optional[Tensor]]:
-        """Scores (B, K, G, M, N) of keys start to stop, -inf where illegal, and the legal pairs (None: all legal)."""
-        b, kv_heads, groups, m, d = self.q.shape
-        scores = (self.q.reshape(b, kv_heads, groups * m, d) @ self.k[:, :, start:stop].mT).view(
-            b, kv_heads, groups, m, stop - start
-        )
-        if self.settings.softcap:
-            scores = self.settings.softcap * torch.tanh(scores / self.settings.softcap)
-        legal = None
-        if self.mask is not None or start < self.all_low or stop > self.all_high:
-            keys = torch.arange(start, stop, device=scores.device)
-            legal = (keys >= self.low[:, None]) & (keys < self.high[:, None])  # (M, N)
-            if self.mask is not None:
-                legal = legal & self.mask[..., start:stop]
-            scores = scores.masked_fill_(~legal, NEG_INF)
-        return scores, legal
-
-    def by_tile(self, x: Tensor, fill: float) -> Tensor:
-        """(..., N) -> (..., T, BLOCK_N), the ragged last tile filled up."""
-        block_n = self.settings.tile[1]
-        missing = -x.shape[-1] % block_n
-        return (torch.nn.functional.pad(x, (0, missing), value=fill) if missing else x).unflatten(-1, (-1, block_n))
-
-
-def _finite(x: Tensor) -> Tensor:
-    return x.where(x > NEG_INF, 0)
-
-
-def _heads_first(x: Tensor, kv_heads: int) -> Tensor:
-    """(B, L, H, D) -> (B, K, G, L, D)."""
-    return x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
-
-
-def _grouped_mask(mask: Optional[Tensor], kv_heads: int, seqlen_q: int) -> Optional[Tensor]:
-    if mask is None:
-        return None
-    mask = mask.expand(-1, -1, seqlen_q, -1)
-    return mask[:, :, None] if mask.shape[1] == 1 else mask.unflatten(1, (kv_heads, -1))
-
-
-def _query_tiles(seqlen_q: int, block_m: int) -> list[slice]:
-    return [slice(start, min(start + block_m, seqlen_q)) for start in range(0, seqlen_q, block_m)]
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -185,21 +93,21 @@ def forward(
         if q_end <= q_begin or k_end <= k_begin:
             continue
         kv_heads = k.shape[2]
-        q_heads = _heads_first(q[b, q_begin:q_end], kv_heads).to(compute)
+        q_heads = heads_first(q[b, q_begin:q_end], kv_heads).to(compute)
         k_heads, v_heads = (x[b, k_begin:k_end].transpose(1, 2).to(compute) for x in (k, v))
-        group_mask = _grouped_mask(
+        group_mask = grouped_mask(
             None if mask is None else mask[b if mask.shape[0] > 1 else slice(0, 1)], kv_heads, seqlen_q
         )
         group_mask = None if group_mask is None else group_mask[..., q_begin:q_end, :]
-        for index, rows in enumerate(_query_tiles(q_end - q_begin, block_m)):
-            tile = _QueryTile(q_heads, k_heads, (q_end - q_begin, k_end - k_begin), rows, settings, group_mask)
+        for index, rows in enumerate(query_tiles(q_end - q_begin, block_m)):
+            tile = QueryTile(q_heads, k_heads, (q_end - q_begin, k_end - k_begin), rows, settings, group_mask)
             of_tile = tiles[seq, :, index].unflatten(1, (kv_heads, -1))
             known_of_tile = None if known is None else known[seq, :, index].unflatten(1, (kv_heads, -1))
             tile_out, tile_lse, tile_certificate = _forward_tile(tile, v_heads, of_tile, known_of_tile)
             if sinks is not None:
                 with_sink = torch.logaddexp(tile_lse, sinks.to(compute).view(kv_heads, -1, 1))
-                tile_out *= torch.exp(_finite(tile_lse) - _finite(with_sink))[..., None]
-                tile_certificate *= torch.exp(_finite(tile_lse) - _finite(with_sink))
+                tile_out *= torch.exp(finite(tile_lse) - finite(with_sink))[..., None]
+                tile_certificate *= torch.exp(finite(tile_lse) - finite(with_sink))
                 tile_lse = with_sink
             where = slice(q_begin + rows.start, q_begin + rows.stop)
             out[b, where] = tile_out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)
@@ -208,7 +116,7 @@ def forward(
     return out, lse, tiles, certificate, pack_support(tiles == RETAINED) if save_support else None
 
 
-def _forward_tile(tile: _QueryTile, v: Tensor, tiles: Tensor, known: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_tile(tile: QueryTile, v: Tensor, tiles: Tensor, known: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """out (B, K, G, M, E), lse and certificate (B, K, G, M) of one query tile; writes its row of ``tiles`` (B, K, G, k_tiles).
 
     ``known``: the retained ones among them, if they are.
@@ -221,7 +129,7 @@ def _forward_tile(tile: _QueryTile, v: Tensor, tiles: Tensor, known: Optional[Te
         scores, legal = tile.scores(start, stop)
         scores = tile.by_tile(scores, NEG_INF)  # (B, K, G, M, T, Bn)
         tile_max = scores.amax(-1)  # (B, K, G, M, T)
-        weights = scores.sub_(_finite(tile_max)[..., None]).exp_()
+        weights = scores.sub_(finite(tile_max)[..., None]).exp_()
         log_mass = tile_max + weights.sum(-1).log()
         first = start // block_n
         known_here = None if known is None else known[..., first : first + tile_max.shape[-1]].flip(-1)
@@ -232,8 +140,8 @@ def _forward_tile(tile: _QueryTile, v: Tensor, tiles: Tensor, known: Optional[Te
             torch.where(retained, RETAINED, SKIPPED).to(torch.int8) * visible
         )
 
-        contribution = torch.exp(tile_max - _finite(new_lse)[..., None])  # (B, K, G, M, T)
-        decay = torch.exp(lse - _finite(new_lse))
+        contribution = torch.exp(tile_max - finite(new_lse)[..., None])  # (B, K, G, M, T)
+        decay = torch.exp(lse - finite(new_lse))
         skipped = contribution.masked_fill(retained[..., None, :], 0)
         count = block_n if legal is None else tile.by_tile(legal, 0).sum(-1)
         certificate = certificate * decay + (skipped * count).sum(-1)
@@ -279,16 +187,16 @@ def backward(
     for seq, b, (q_begin, q_end, k_begin, k_end) in sequences.groups():
         if q_end <= q_begin or k_end <= k_begin:
             continue
-        q_heads, do_heads = (_heads_first(x[b, q_begin:q_end], kv_heads).to(compute) for x in (q, do))
+        q_heads, do_heads = (heads_first(x[b, q_begin:q_end], kv_heads).to(compute) for x in (q, do))
         k_heads, v_heads = (x[b, k_begin:k_end].transpose(1, 2).to(compute) for x in (k, v))
         dk_heads, dv_heads = (x[b, k_begin:k_end].transpose(1, 2) for x in (dk, dv))
-        group_mask = _grouped_mask(
+        group_mask = grouped_mask(
             None if mask is None else mask[b if mask.shape[0] > 1 else slice(0, 1)], kv_heads, q.shape[1]
         )
         group_mask = None if group_mask is None else group_mask[..., q_begin:q_end, :]
-        for index, rows in enumerate(_query_tiles(q_end - q_begin, block_m)):
+        for index, rows in enumerate(query_tiles(q_end - q_begin, block_m)):
             where = slice(q_begin + rows.start, q_begin + rows.stop)
-            tile = _QueryTile(q_heads, k_heads, (q_end - q_begin, k_end - k_begin), rows, settings, group_mask)
+            tile = QueryTile(q_heads, k_heads, (q_end - q_begin, k_end - k_begin), rows, settings, group_mask)
             row_lse, row_delta = (x[b, :, where].unflatten(1, (kv_heads, -1)) for x in (lse, delta))  # (B, K, G, M)
             tile_do = do_heads[:, :, :, rows].flatten(2, 3)  # (B, K, G * M, E)
             tile_dq = torch.zeros_like(tile.q)
@@ -307,13 +215,13 @@ def backward(
                     (torch.where(retained, RETAINED, SKIPPED) * tested.any(3)).to(torch.int8).flatten(1, 2)
                 )
                 keep = retained.repeat_interleave(block_n, -1)[..., None, : stop - start]
-                p = torch.exp(scores - _finite(row_lse)[..., None]) * keep  # (B, K, G, M, N)
+                p = torch.exp(scores - finite(row_lse)[..., None]) * keep  # (B, K, G, M, N)
                 if needs_dkv:
                     dv_heads[:, :, start:stop] += p.flatten(2, 3).mT @ tile_do
                 dp = (tile_do @ v_heads[:, :, start:stop].mT).view_as(p)
                 ds = p * (dp - row_delta[..., None])
                 if settings.softcap:
-                    ds = ds * (1 - (_finite(scores) / settings.softcap) ** 2)
+                    ds = ds * (1 - (finite(scores) / settings.softcap) ** 2)
                 ds = ds.flatten(2, 3)  # (B, K, G * M, N)
                 if needs_dq:
                     tile_dq += (ds @ k_heads[:, :, start:stop]).view_as(tile_dq)
@@ -321,7 +229,7 @@ def backward(
                     dk_heads[:, :, start:stop] += ds.mT @ tile.q.flatten(2, 3)  # tile.q carries softmax_scale
             dq[b, where] = (tile_dq * settings.softmax_scale).permute(0, 3, 1, 2, 4).flatten(2, 3).to(dq.dtype)
             if sinks is not None and needs_dsinks:
-                sink_mass = torch.exp(sinks.to(compute).view(kv_heads, -1, 1) - _finite(row_lse))
+                sink_mass = torch.exp(sinks.to(compute).view(kv_heads, -1, 1) - finite(row_lse))
                 dsinks -= (sink_mass * row_delta).sum((0, 3)).flatten()
     return (
         dq if needs_dq else None,

@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions: checks, choice of implementation, autograd."""
+"""The public functions: checks and choice of implementation."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Optional
 
 import torch
 from torch import Tensor
 
-from . import operators
-from .blockwise import Settings
+from .attend import Call, attend
 from .checks import check_boundaries, check_cache, check_lengths, check_numbers, check_tensors, normalized_mask
-from .support_bits import support_shape
-from .support_reuse import record_support, records_support, replayed_support
+from .query_tile import Settings
 from .tile_config import tile_config
-from .visibility import Sequences, fixed_sequences, packed_sequences
-from .work import Work
+from .visibility import fixed_sequences, packed_sequences
 
 
 def mala_attn_func(
@@ -90,8 +86,8 @@ def mala_attn_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    call = _Call(settings, sequences, _implementation(impl, q), return_work, _save_support(save_support, deterministic))
-    out, lse, work = _attend(q, k, v, sinks, mask, call)
+    call = Call(settings, sequences, _implementation(impl, q), return_work, _save_support(save_support, deterministic))
+    out, lse, work = attend(q, k, v, sinks, mask, call)
     return _returned(out, lse, work, return_lse, return_work)
 
 
@@ -139,8 +135,8 @@ def mala_attn_varlen_func(
     longest_k = _longest(k.shape[0], "k", cu_seqlens_k, max_seqlen_k)
     settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, longest_q, longest_k)
     sequences = packed_sequences(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, settings.window[1])
-    call = _Call(settings, sequences, _implementation(impl, q), return_work, _save_support(save_support, deterministic))
-    out, lse, work = _attend(q[None], k[None], v[None], sinks, None, call)
+    call = Call(settings, sequences, _implementation(impl, q), return_work, _save_support(save_support, deterministic))
+    out, lse, work = attend(q[None], k[None], v[None], sinks, None, call)
     return _returned(out[0], lse[0], work, return_lse, return_work)
 
 
@@ -200,20 +196,6 @@ def mala_attn_with_kvcache_func(
     )  # fmt: skip
 
 
-MIN_RATIO_TO_OUT = 8  # bytes of out over those of a support that is saved without being asked for
-
-
-@dataclass(frozen=True)
-class _Call:
-    """All of a call but its tensors."""
-
-    settings: Settings
-    sequences: Sequences
-    impl: str
-    return_work: bool
-    save_support: Optional[bool]
-
-
 def _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, seqlen_q, seqlen_k) -> Settings:
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     check_numbers(tau=tau, softmax_scale=scale, softcap=softcap, window=window, tile=tile)
@@ -257,52 +239,6 @@ def _implementation(impl: str, q: Tensor) -> str:
             f"impl='triton' needs tensors on a GPU, got {q.device}; on the CPU use impl='blockwise' or 'auto'"
         )
     return impl
-
-
-def _attend(q, k, v, sinks, mask, call: _Call):
-    settings, sequences = call.settings, call.sequences
-    q_tiles, k_tiles = sequences.tile_grid(settings.tile)
-    shape = support_shape(sequences.num_sequences, q.shape[2], (q_tiles, k_tiles))
-    records, known = records_support(), replayed_support(shape, q.device)
-    if call.save_support is False and (records or known is not None):
-        raise ValueError("reuse_support keeps the support of every call: leave save_support at None, or set it to True")
-    saves = known is None and (records or _saves_support(call, q, k, v, sinks, shape))
-    if call.impl == "reference" and (saves or known is not None):
-        raise ValueError("the reference scores every tile again and saves no support: leave save_support at None")
-    out, lse, tiles, certificate, found = operators.forward(
-        q, k, v, sinks, mask, sequences.bounds, known, sequences.max_seqlen_q, sequences.max_seqlen_k, sequences.is_packed,
-        settings.tau, settings.softmax_scale, *settings.window, settings.softcap, *settings.tile, call.impl, call.return_work, saves,
-    )  # fmt: skip
-    if records:
-        record_support(found)
-    if not call.return_work:
-        return out, lse, None
-    certificate = certificate[0] if sequences.is_packed else certificate
-    saved_bytes = (found if known is None else known).nbytes
-    work = Work(tiles, certificate, _rows_of_tiles(call, q_tiles, q.device), settings.tile, call.impl, saved_bytes)
-    return out, lse, work
-
-
-def _saves_support(call: _Call, q, k, v, sinks, shape: tuple[int, int, int, int]) -> bool:
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
-        return False
-    if call.save_support is not None:
-        return call.save_support
-    num_sequences, num_heads, q_tiles, words = shape
-    support_bytes = num_sequences * num_heads * q_tiles * words * torch.int32.itemsize
-    out_bytes = q.shape[0] * q.shape[1] * num_heads * v.shape[3] * q.element_size()
-    return call.impl != "reference" and support_bytes * MIN_RATIO_TO_OUT <= out_bytes
-
-
-def _rows_of_tiles(call: _Call, q_tiles: int, device: torch.device) -> Tensor:
-    sequences, block_m = call.sequences, call.settings.tile[0]
-    if sequences.bounds is None:
-        q_begin, q_end = sequences.common[:2]
-        lengths = torch.full((sequences.num_sequences,), q_end - q_begin, dtype=torch.int32, device=device)
-    else:
-        lengths = sequences.bounds[:, 1] - sequences.bounds[:, 0]
-    starts = torch.arange(q_tiles, dtype=torch.int32, device=device) * block_m
-    return (lengths[:, None] - starts).clamp(0, block_m)
 
 
 def _returned(out, lse, work, return_lse: bool, return_work: bool):

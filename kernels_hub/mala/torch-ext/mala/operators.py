@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import blockwise, reference
 from ._ops import add_op_namespace_prefix
-from .blockwise import Settings
+from .query_tile import Settings
 from .support_bits import support_shape
 from .visibility import Sequences, fixed_sequences
 
@@ -43,7 +43,7 @@ def forward(
     """out, lse, tiles, certificate, support of q (batch, seqlen_q, num_heads, head_dim), k, v; see ``blockwise.forward``.
 
     ``bounds`` and the three numbers after ``support`` are those of :class:`Sequences`. ``support``: what an earlier call on the same
-    inputs found; its tiles are walked, no others.
+    inputs found; its tiles are walked, no others, and it is not returned once more.
     """
     settings = Settings(tau, softmax_scale, (window_left, window_right), softcap, (block_m, block_n))
     sequences = _sequences(q, k, bounds, max_seqlen_q, max_seqlen_k, is_packed, window_right)
@@ -62,7 +62,7 @@ def forward(
         lse,
         tiles if return_work and tiles is not None else q.new_empty(0, dtype=torch.int8),
         certificate if return_work and certificate is not None else lse.new_empty(0),
-        q.new_empty(0, dtype=torch.int32) if found is None else found,
+        found if save_support and found is not None else q.new_empty(0, dtype=torch.int32),
     )
 
 
