@@ -9,6 +9,7 @@ from models import DECODERS, SMALL_TILE, bart, bert, clone, padding, tiny, token
 from torch.testing import assert_close
 
 import mala_hf
+from mala_hf.ops import operators
 
 pytestmark = pytest.mark.transformers
 
@@ -48,6 +49,12 @@ def assert_same_step(one, other, tolerance: float = 1e-3):
         assert (gradient - expected).norm() <= tolerance * expected.norm() + 1e-6
 
 
+def assert_same_bits(one, other):
+    assert torch.equal(one[0], other[0])
+    for gradient, expected in zip(one[1], other[1], strict=True):
+        assert torch.equal(gradient, expected)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("family", DECODERS)
 def test_loss_and_gradients_equal_eager_at_tau_zero(family, mask):
@@ -67,20 +74,51 @@ def test_loss_and_gradients_equal_the_reference_where_tiles_are_skipped(family):
     assert max((a - b).norm() / b.norm() for a, b in zip(out[1], dense[1], strict=True)) > 1e-2
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+CHECKPOINTING = {
+    "reentrant": {"use_reentrant": True},
+    "non-reentrant": {"use_reentrant": False},
+    "reused support": {"use_reentrant": False, "context_fn": mala_hf.reuse_support},
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("mask", ["plain", "left"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_oss"])
-def test_gradient_checkpointing_changes_nothing(family, mask, use_reentrant):
+def test_gradient_checkpointing_changes_no_bit(family, mask, kind):
     model = tiny(family, peaked=3)
     model.config.mala = {"tile": SMALL_TILE}
-    plain = step(with_attention(model, "mala"), MASKS[mask])
+    plain = step(with_attention(model, "mala"), MASKS[mask], use_cache=False)  # as under checkpointing: other strides
     checkpointed = with_attention(model, "mala")
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    if use_reentrant:
+    checkpointed.gradient_checkpointing_enable(CHECKPOINTING[kind])
+    if kind == "reentrant":
         checkpointed.enable_input_require_grads()
-    with mala_hf.record_work(checkpointed) as report:
-        assert_same_step(step(checkpointed, MASKS[mask]), plain, tolerance=1e-5)
+    assert_same_bits(step(checkpointed, MASKS[mask]), plain)
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+def test_work_is_recorded_under_gradient_checkpointing(kind):
+    model = with_attention(tiny("llama", peaked=3), "mala", tile=SMALL_TILE)
+    model.gradient_checkpointing_enable(CHECKPOINTING[kind])
+    model.enable_input_require_grads()
+    with mala_hf.record_work(model) as report:
+        step(model, MASKS["left"])
     assert report.layers[0].forwards == 2  # the second is the recomputation
+
+
+def test_each_layer_recomputes_with_its_own_support(monkeypatch):
+    model = with_attention(tiny("llama", peaked=4), "mala", tile=SMALL_TILE)
+    model.gradient_checkpointing_enable(CHECKPOINTING["reused support"])
+    calls, forward = [], operators.forward
+    monkeypatch.setattr(operators, "forward", lambda *args: calls.append((args, forward(*args))) or calls[-1][1])
+    step(model)
+    (_, first), (_, second) = calls[:2]
+    known = [
+        args[6] for args, _ in calls
+    ]  # autograd stops a recomputation inside its last operator, which is recorded here
+    assert known[:2] == [None, None]
+    assert known[2] is second[-1]
+    assert known[3] is first[-1]
+    assert not torch.equal(first[-1], second[-1])
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -100,6 +138,16 @@ def test_autocast_trains_as_closely_as_eager_under_autocast(family):
             _, gradients = step(with_attention(model, name, tau=0))
         errors[name] = sum((a - b).norm() / b.norm() for a, b in zip(gradients, exact[1], strict=True))
     assert errors["mala"] <= 1.2 * errors["eager"]
+
+
+def test_the_saved_support_changes_no_bit_of_a_step(monkeypatch):
+    model = tiny("llama", peaked=4)
+    saved, forward = [], operators.forward
+    monkeypatch.setattr(operators, "forward", lambda *args: saved.append(args[-1]) or forward(*args))
+    with_support = step(with_attention(model, "mala", tile=SMALL_TILE))
+    assert saved == [True, True]
+    monkeypatch.setattr(operators, "forward", lambda *args: forward(*args[:-1], False))
+    assert_same_bits(step(with_attention(model, "mala", tile=SMALL_TILE)), with_support)
 
 
 def test_bfloat16_trains_as_closely_as_eager():
