@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+
 import pytest
 import torch
 from calls import Call, build
@@ -73,7 +76,7 @@ def test_checkpointing_changes_no_bit(case, kind, forwards):
 
 
 def test_a_reused_support_changes_no_bit_of_the_kernels(device):
-    call = build(Case(seqlen_q=40, num_heads=1, head_dim=32), device=device)
+    call = build(Case(seqlen_q=33, num_heads=1, head_dim=32), device=device)
     plain = step(call, attention(call, "triton"))
     for got, expected in zip(step(call, attention(call, "triton"), **REUSED), plain, strict=True):
         assert torch.equal(got, expected)
@@ -178,6 +181,35 @@ def test_an_error_inside_leaves_the_next_call_alone():
         checkpoint(lambda: 1 / 0, **REUSED)
     for got, expected in zip(step(call, attention(call)), step(call, attention(call), **REUSED), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_a_recomputation_in_another_thread_finds_its_supports(forwards):
+    """On a GPU, backward runs in threads of autograd's."""
+    call = build(CASES[0])
+    plain = step(call, attention(call))
+    leaves = leaves_of(call)
+    out = checkpoint(attention(call), *leaves, **REUSED)
+    thread = threading.Thread(target=out.backward, args=(random_gradient(call),))
+    thread.start()
+    thread.join()
+    assert forwards[-1][-1] is not None
+    for leaf, expected in zip(leaves, plain[1:], strict=True):
+        assert torch.equal(leaf.grad, expected)
+
+
+def test_supports_live_no_longer_than_their_graph():
+    call = build(CASES[0])
+
+    def live_tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+
+    step(call, attention(call), **REUSED)
+    before = live_tensors()
+    for _ in range(10):
+        step(call, attention(call), **REUSED)
+        checkpoint(attention(call), *leaves_of(call), **REUSED)  # never differentiated
+    assert live_tensors() == before
 
 
 def test_a_compiled_checkpoint_has_the_same_bits_and_reuses_nothing():

@@ -173,7 +173,9 @@ def mala_attn_with_kvcache_func(
         Others and returned values as in :func:`mala_attn_func`.
     """
     check_tensors(q, k_cache, v_cache, sinks, ndim=4)
-    check_lengths(q.shape[0], q.device, k_cache.shape[1], cache_seqlens=cache_seqlens, leftpad_k=leftpad_k)
+    check_lengths(
+        q.shape[0], q.device, _if_readable(k_cache.shape[1]), cache_seqlens=cache_seqlens, leftpad_k=leftpad_k
+    )
     if (k is None) != (v is None):
         raise ValueError("k and v are written into the cache together: give both or neither")
     # before anything is written
