@@ -59,6 +59,7 @@ def test_the_table_compares_attentions_on_the_same_samples(whole, arguments, cap
     assert [line.split()[0] for line in lines[4:9]] == ["niah_single_1", "fwe", "mean", "difference", "same"]
     assert (whole / "needles.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((whole / "ruler.json").read_text("utf-8"))
+    assert (result["seed"], result["chat_template"], result["corpora"]["source"]) == (42, False, "builtin")
     assert len(result["tasks"]) == len(TASKS) * 3
     assert sum(row["needles"] for row in result["needles"] if row["implementation"] == "sdpa") == SAMPLES
     same = {row["tau"]: row.get("same_answers") for row in result["lengths"] if row["length"]}
@@ -104,8 +105,8 @@ def test_a_killed_run_goes_on_where_it_stopped(whole, arguments, tmp_path, monke
 
 def test_two_processes_answer_as_one(whole, arguments, tmp_path):
     pytest.importorskip("accelerate")
-    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    # what accelerate launch starts on several GPUs; on CPUs it starts one process
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     process = start(
         [*launcher, "-m", "mala_hf", *arguments, "--batch-size", "2", "--json", "--output", str(tmp_path)],
@@ -115,7 +116,8 @@ def test_two_processes_answer_as_one(whole, arguments, tmp_path):
     out, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert (tmp_path / "answers.jsonl").read_bytes() == (whole / "answers.jsonl").read_bytes()
-    assert json.loads(out) == json.loads((whole / "ruler.json").read_text("utf-8"))
+    alone = json.loads((whole / "ruler.json").read_text("utf-8"))
+    assert json.loads(out) == alone | {"processes": 2, "batch_size": 2, "device": json.loads(out)["device"]}
     assert list(tmp_path.glob("*part*")) == []
 
 

@@ -41,6 +41,7 @@ def run(options: argparse.Namespace) -> None:
     from tqdm.auto import tqdm
 
     from ..checkpoint import OFFLINE_MODEL, load_model
+    from ..demo import device_name
     from ..documents import read_dataset, read_documents
     from ..implementations import implementations_of
     from ..info import versions
@@ -78,6 +79,7 @@ def run(options: argparse.Namespace) -> None:
     result = {
         "model": options.model or OFFLINE_MODEL,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device_name(model.device),
         "rope_scaling": scaling,
         "text": text_name,
         "joined": options.join,

@@ -87,11 +87,7 @@ def run(options: argparse.Namespace) -> None:
     if found is None:  # not the first of several processes
         return
     prompts, answers, made_with = found
-    result = (
-        made_with
-        | {"versions": versions(), "seed": options.seed}
-        | summarize(prompts, answers, settings.implementations)
-    )
+    result = made_with | {"versions": versions()} | summarize(prompts, answers, settings.implementations)
     (options.output / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw_picture(result, options.output / PICTURE)
     if options.json:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ..checkpoint import OFFLINE_MODEL, load_model, load_tokenizer
+from ..demo import device_name
 from ..implementations import Implementation, using_implementation
 from ..perplexity import check_positions
 from .answer_store import AnswerStore, Key, key_of
@@ -19,7 +20,7 @@ from .answering import greedy_answers, stop_tokens
 from .metrics import clean_prediction, contained
 from .prompts import CHAT_TEMPLATE, Prompt
 from .ranks import Ranks
-from .sample_file import NAME, Wanted, prepare
+from .sample_file import NAME, Wanted, prepare, read_header
 from .scoring import score
 from .tasks import find_task
 
@@ -98,7 +99,7 @@ def evaluate(
 ) -> tuple[list[Prompt], list[dict[str, Any]], dict[str, Any]] | None:
     """Answer every sample with every implementation, but for what the output folder has answers to already.
 
-    Returns the prompts, their answers and what the answers were made with; of several processes only in the first.
+    Returns the prompts, their answers and what the answers were made with (JSON types); of several processes only in the first.
     Raises ``ValueError`` for a length beyond the model, and what loading, drawing and the store of answers raise.
     """
     ranks = Ranks.of_environment(settings.device)
@@ -132,7 +133,8 @@ def evaluate(
         return None
     wanted = {key for prompt in prompts for key in keys_of(prompt, settings.implementations)}
     answers = [answer for answer in store.merge() if key_of(answer) in wanted]
-    return prompts, answers, made_with
+    facts = {"device": device_name(model.device), "processes": ranks.count, "batch_size": settings.batch_size}
+    return prompts, answers, made_with | facts | read_header(settings.output / NAME)
 
 
 def answer_all(

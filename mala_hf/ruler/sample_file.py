@@ -117,6 +117,14 @@ def read_samples(path: Path) -> tuple[dict[str, Any], Groups]:
     return header, groups
 
 
+def read_header(path: Path) -> dict[str, Any]:
+    """Return what the samples of a file depend on, without reading them."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        header: dict[str, Any] = json.loads(next(lines))
+    del header["format"]
+    return header
+
+
 def write_samples(path: Path, header: dict[str, Any], groups: Groups) -> None:
     """Write everything, in one step that either happens or does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
