@@ -169,8 +169,10 @@ def llama():
 
 
 @pytest.mark.transformers
-def test_a_model_trains_in_one_graph_whatever_the_length():
+@pytest.mark.parametrize("layers", [{}, {"0": "sdpa"}], ids=["mala", "one layer dense"])
+def test_a_model_trains_in_one_graph_whatever_the_length(layers):
     model = llama()
+    model.config.mala["layers"] = layers
     whole, counter = compiled(model)
     for length in (30, 34, 41):
         inputs = {"input_ids": tokens(2, length), "labels": tokens(2, length)}

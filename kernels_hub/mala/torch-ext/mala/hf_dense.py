@@ -19,10 +19,11 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scaling: 
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     left, right = visible.window
     unmasked = visible.mask is None and visible.padding is None and visible.packing is None
-    if unmasked and left < 0 and right < 0:
+    unmasked = unmasked and (left < 0 or left >= seqlen_k - 1)  # nothing is hidden on the left
+    if unmasked and (right < 0 or (right == 0 and seqlen_q == 1)):
         mask, is_causal = None, False
-    elif unmasked and (left < 0 or left >= seqlen_k - 1) and right == 0 and (seqlen_q == seqlen_k or seqlen_q == 1):
-        mask, is_causal = None, seqlen_q > 1  # torch aligns at the top left; both alignments agree here
+    elif unmasked and right == 0 and seqlen_q == seqlen_k:  # torch aligns at the top left; both alignments agree here
+        mask, is_causal = None, True
     else:
         mask, is_causal = legal_pairs(visible, seqlen_q, seqlen_k, q.device), False
     groups = query.shape[1] // key.shape[1]
