@@ -2,10 +2,12 @@
 """The command does what its help says on a tiny checkpoint, prints JSON on request, and fails in one line."""
 
 import json
+import runpy
 import subprocess
 import sys
 
 import pytest
+from project import ROOT
 from tiny_model import save_tiny_checkpoint
 
 from mala_hf.cli import build_parser, main
@@ -53,6 +55,15 @@ def test_the_module_runs_as_the_command():
         [sys.executable, "-m", "mala_hf", "info", "--json"], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)["registered"] == ["mala", "mala_reference"]
+
+
+@pytest.mark.parametrize(("script", "command"), [("evaluate_ruler", "ruler"), ("evaluate_perplexity", "ppl")])
+def test_the_scripts_are_the_commands(script, command, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: mala-hf {command} ")
 
 
 def test_info_prints_what_the_library_function_returns(capsys):

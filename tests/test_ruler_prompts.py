@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 from ruler_inputs import write_corpora
@@ -199,6 +201,28 @@ def test_auto_says_when_it_takes_substitutes_and_never_asks_a_hub_it_does_not_ne
     monkeypatch.setattr(sources, "from_hub", lambda corpus: {"from": corpus})
     found = sources.find_sources("auto", ["qa_1"], notices.append)
     assert (found.source, found.corpora.squad, found.corpora.essays) == ("hub", {"from": "squad"}, None)
+
+
+def test_the_hub_is_asked_once_and_not_at_all_when_offline(monkeypatch):
+    class Answering(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        assert sources.hub_answers()
+        thread.join()
+    assert not sources.hub_answers()  # nobody listens there now
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("urllib.request.urlopen", None)
+    assert not sources.hub_answers()
 
 
 def test_a_folder_gives_the_files_it_has(tmp_path, path):

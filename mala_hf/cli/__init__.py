@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("mala-hf: interrupted", file=sys.stderr)
         return 130
-    except (ImportError, LookupError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
         if options.traceback:
             raise
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -139,18 +139,20 @@ def draw_picture(result: dict[str, Any], path: Path) -> bool:
         return False
     import matplotlib
 
+    from ..ruler.summary import DEPTH_BINS
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     panels = list(dict.fromkeys(label(row) for row in needles))
     lengths = sorted({row["length"] for row in needles})
-    depths = sorted({row["depth"][0] for row in needles})
+    depths = [place / DEPTH_BINS for place in range(DEPTH_BINS)]
     size = (2 + len(panels) * (0.8 + 0.5 * len(lengths)), 4)
     figure, axes = pyplot.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for panel, name in zip(axes[0], panels, strict=True):
         shares = {(row["depth"][0], row["length"]): row["found"] for row in needles if label(row) == name}
         grid = [[shares.get((depth, length), float("nan")) for length in lengths] for depth in depths]
-        picture = panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        picture = panel.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         panel.set_title(name, fontsize="medium")
         panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
         panel.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths])

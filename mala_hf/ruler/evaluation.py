@@ -111,10 +111,11 @@ def evaluate(
         rope_scaling=settings.rope_scaling,
     )
     check_positions(model, max(settings.lengths))
-    if ranks.is_first:
-        prepare_samples(settings, tokenizer, make_bar=make_bar, notice=notice)
-    ranks.wait()
+    if not ranks.is_first:
+        ranks.wait()
     prompts = prepare_samples(settings, tokenizer, make_bar=make_bar, notice=notice)
+    if ranks.is_first:
+        ranks.wait()  # the others go on to read what it has drawn
     for prompt in prompts:
         check_positions(model, len(prompt.ids) + prompt.answer_tokens - 1)
     made_with = {
