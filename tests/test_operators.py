@@ -246,5 +246,5 @@ def test_two_hundred_steps_leave_nothing_behind():
     before = live_tensors()
     for index in range(200):
         step(save_support=bool(index % 2))
-    assert live_tensors() == before
+    assert live_tensors() <= before
     assert not any(result() is not None for result in results)

@@ -209,7 +209,7 @@ def test_supports_live_no_longer_than_their_graph():
     for _ in range(10):
         step(call, attention(call), **REUSED)
         checkpoint(attention(call), *leaves_of(call), **REUSED)  # never differentiated
-    assert live_tensors() == before
+    assert live_tensors() <= before
 
 
 def test_a_compiled_checkpoint_has_the_same_bits_and_reuses_nothing():
