@@ -26,22 +26,22 @@ def essay_words() -> list[str]:
 
 
 def squad() -> dict[str, Any]:
-    """Return one paragraph a town and one question each, with the founder for its answer."""
+    """Return one paragraph a town and one question each, whose answer is the river that it lies on."""
     rng = random.Random(1)
     names = _names(rng)
     articles = []
     for _ in range(QUESTIONS):
-        town, province = next(names), next(names)
+        town, river = next(names), next(names)
         founder = f"{next(names)} {next(names)}"
         context = (
-            f"{town} is a town in the {rng.choice(PARTS)} of the province of {province}. It was founded in "
+            f"{town} is a town on the {rng.choice(PARTS)} bank of the river {river}. It was founded in "
             f"{rng.randint(1100, 1800)} by {founder}, and has lived by its trade in {rng.choice(TRADES)} ever since. "
             f"Its market is held every {rng.choice(('Monday', 'Wednesday', 'Saturday'))} in front of the town hall, "
             f"which has {rng.randint(3, 90)} windows."
         )
         question = {
-            "question": f"Who founded the town of {town}?",
-            "answers": [{"text": founder}],
+            "question": f"On the bank of which river is the town of {town}?",
+            "answers": [{"text": river}],
             "is_impossible": False,
         }
         articles.append({"title": town, "paragraphs": [{"context": context, "qas": [question]}]})
