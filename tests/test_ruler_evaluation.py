@@ -158,6 +158,8 @@ def test_prepared_samples_need_no_model(arguments, checkpoint, tmp_path, capsys,
     monkeypatch.setattr(evaluation, "load_model", None)
     assert main([*arguments, "--prepare", "--output", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"6 samples in {tmp_path}\n"
+    assert main([*arguments, "--prepare", "--output", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"samples": 6, "output": str(tmp_path)}
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl.gz"]
 
 
@@ -211,3 +213,19 @@ def test_failures_are_one_line(changes, message, arguments, whole, tmp_path, cap
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mala-hf: error:")]
     assert len(errors) == 1
     assert message in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "expected"),
+    [
+        (None, True, "cuda:3"),
+        ("cuda", True, "cuda:3"),
+        ("cpu", True, "cpu"),
+        ("cuda:1", True, "cuda:1"),
+        (None, False, None),
+    ],
+)
+def test_each_of_several_processes_has_a_gpu_of_its_own(asked, gpus, expected, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
+    assert evaluation.Ranks(11, 16, 3).device(asked) == expected
+    assert evaluation.Ranks().device(asked) == asked

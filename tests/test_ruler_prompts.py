@@ -145,6 +145,18 @@ def test_samples_of_another_kind_are_refused(path, tokenizer, changes, message):
         prepare(path, wanted(**changes), tokenizer)
 
 
+def test_samples_split_into_sentences_in_another_way_are_not_mixed(path, monkeypatch):
+    prepare(path, wanted(), byte_tokenizer())
+    split = read_samples(path)[0]["corpora"]["sentences"]
+    monkeypatch.setattr(sources, "punkt_sentences", str.split if split == "punctuation" else missing_punkt)
+    with pytest.raises(ValueError, match=r"was drawn from .* here are .*: use another folder"):
+        prepare(path, wanted(num_samples=3), byte_tokenizer())
+
+
+def missing_punkt(text: str) -> list[str]:
+    raise LookupError(text)
+
+
 def test_samples_for_another_tokenizer_are_refused(path):
     prepare(path, wanted(), byte_tokenizer())
     tokenizer = byte_tokenizer()

@@ -81,7 +81,8 @@ def run(options: argparse.Namespace) -> None:
 
     if options.prepare:
         prompts = prepare_samples(settings, make_bar=make_bar, notice=notice)
-        print(f"{len(prompts)} samples in {options.output}")
+        drawn = {"samples": len(prompts), "output": str(options.output)}
+        print(json.dumps(drawn) if options.json else f"{len(prompts)} samples in {options.output}")
         return
     found = evaluate(settings, make_bar=make_bar, notice=notice)
     if found is None:  # not the first of several processes

@@ -11,13 +11,15 @@ budgets, the order of the random draws and the metrics are RULER's, so that equa
     predictions = [answer(sample.prompt, max_new_tokens=ruler.TASKS[sample.task].answer_tokens) for sample in samples]
     ruler.score("niah_single_1", predictions, [sample.outputs for sample in samples])  # percent
 
-Words and sentences come from the extra ``eval``; essays, SQuAD and HotpotQA from files of yours (``Corpora``).
+Words and sentences come from the extra ``eval``; essays, SQuAD and HotpotQA from files of yours (``Corpora``), or as ``find_sources``
+finds them. ``mala_hf.ruler.evaluation`` has a model answer the samples and keeps its answers: ``mala-hf ruler``.
 """
 
 from .corpora import Corpora, punkt_sentences, split_at_punctuation
 from .generation import Sample, generate
 from .metrics import clean_prediction
 from .scoring import score
+from .sources import find_sources
 from .tasks import TASKS, Task
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Sample",
     "Task",
     "clean_prediction",
+    "find_sources",
     "generate",
     "punkt_sentences",
     "score",

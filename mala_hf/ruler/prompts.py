@@ -107,6 +107,8 @@ class Prompter:
         try:
             samples = samples_of(length - self.template_tokens)
         except ValueError:
+            if not self._chat:
+                raise
             samples = samples_of(length)
         return [self._finish(sample, length) for sample in samples]
 

@@ -43,7 +43,7 @@ class Ranks:
 
     def device(self, asked: str | None) -> str | None:
         """Return the device of this process: the one asked for, or of several processes each its own GPU."""
-        if asked is None and self.count > 1 and torch.cuda.is_available():
+        if asked in (None, "cuda") and self.count > 1 and torch.cuda.is_available():
             return f"cuda:{self.local_rank}"
         return asked
 

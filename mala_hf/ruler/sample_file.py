@@ -83,6 +83,10 @@ def prepare(
         if header and place == "auto":
             raise ValueError(f"{path} lacks samples of the corpora {known}: say where that folder is")
         sources = find_sources(place, {task for _, task in missing}, notice)
+        if header and sources.names() != header["corpora"]:
+            raise ValueError(
+                f"{path} was drawn from {header['corpora']}, here are {sources.names()}: use another folder"
+            )
         prompter = Prompter(tokenizer, settings["chat_template"])
         for length, task in draws(missing):
             groups[length, task] = prompter.draw(
