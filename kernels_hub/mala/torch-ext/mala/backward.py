@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches the backward: the rows' deltas, the retained tiles, then the gradients over those tiles."""
+"""Launches the backward: the retained tiles, then the gradients over those tiles alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from .backward_gradients import backward_key_kernel, backward_query_kernel
-from .backward_support import backward_delta_kernel, backward_support_kernel
+from .backward_support import backward_support_kernel
 from .blockwise import Settings
 from .descriptors import descriptor
-from .support import empty_support
 from .tile_config import backward_config, padded_head_dim
 from .tile_steps import LOG2_E
 from .tma import has_tma, nvidia_major
@@ -59,10 +58,12 @@ def launch_backward(
     unit = 8 if all(stride % 8 == 0 for x in (q, k, v, out, do) for stride in x.stride()[:3]) else 1
 
     delta = torch.zeros_like(lse) if is_ragged or sequences.common[0] > 0 else torch.empty_like(lse)
-    by_query = empty_support(sequences, num_heads, settings.tile, q.device)
-    by_key = torch.zeros(
-        sequences.num_sequences, num_heads, num_k_tiles, math.ceil(num_q_tiles / 32), dtype=torch.int32, device=q.device
-    )
+    words_of_keys, words_of_queries = math.ceil(num_k_tiles / 32), math.ceil(num_q_tiles / 32)
+    heads = sequences.num_sequences, num_heads
+    sizes = num_q_tiles * words_of_keys, num_k_tiles * words_of_queries
+    both = torch.zeros(math.prod(heads) * sum(sizes), dtype=torch.int32, device=q.device)
+    by_query, by_key = both.split([math.prod(heads) * size for size in sizes])
+    by_query = by_query.view(*heads, num_q_tiles, words_of_keys)
     make = torch.zeros if is_ragged or sequences.common[0] > 0 or not by_query.numel() else torch.empty
     dq = make(q.shape, dtype=q.dtype, device=q.device) if needs[0] else None
     dk, dv = (make(x.shape, dtype=x.dtype, device=q.device) if needs[1] else None for x in (k, v))
@@ -77,38 +78,39 @@ def launch_backward(
     q_begin, q_end, k_begin, k_end = sequences.common
     left, right = settings.window
     shared: dict[str, Any] = {
+        "lse_ptr": lse,
+        "delta_ptr": delta,
+        "mask_ptr": None,
         "bounds_ptr": sequences.bounds,
+        **strides("q", q),
+        **strides("k", k),
+        **strides("g", do),
+        "stride_mb": 0,
+        "stride_mh": 0,
+        "stride_ms": 0,
         "q_begin": q_begin,
         "q_end": q_end,
         "k_begin": k_begin,
         "k_end": k_end,
         "total_q": total_q,
         "num_q_tiles": num_q_tiles,
-        "num_heads": num_heads,
-        "BLOCK_M": block_m,
-        "STRIDE_UNIT": unit,
-        "IS_PACKED": sequences.is_packed,
-        "HAS_BOUNDS": is_ragged,
-    }
-    scored: dict[str, Any] = {
-        **shared,
-        **strides("q", q),
-        **strides("k", k),
-        "lse_ptr": lse,
-        "mask_ptr": None,
-        "stride_mb": 0,
-        "stride_mh": 0,
-        "stride_ms": 0,
         "num_k_tiles": num_k_tiles,
+        "num_heads": num_heads,
         "num_kv_groups": num_heads // num_kv_heads,
         "window_left": left,
         "window_right": right,
         "softmax_scale": settings.softmax_scale,
         "softcap_log2": settings.softcap * LOG2_E.value,
         "HEAD_DIM": head_dim,
+        "V_HEAD_DIM": v_head_dim,
+        "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "STRIDE_UNIT": unit,
         "USE_TMA": use_tma,
+        "IS_PACKED": sequences.is_packed,
+        "HAS_BOUNDS": is_ragged,
         "HAS_LEFT": left >= 0,
         "HAS_RIGHT": right >= 0,
         "HAS_MASK": mask is not None,
@@ -121,15 +123,7 @@ def launch_backward(
         visible = {"visible_ptr": counts, "stride_nb": counts.stride(0), "stride_nh": counts.stride(1)}
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         mask = mask.expand(batch, num_heads, total_q, -1).view(torch.int8)
-        scored |= dict(zip(("mask_ptr", "stride_mb", "stride_mh", "stride_ms"), (mask, *mask.stride()[:3])))
-    graded = {
-        **scored,
-        **strides("v", v),
-        **strides("g", do),
-        "delta_ptr": delta,
-        "V_HEAD_DIM": v_head_dim,
-        "BLOCK_DV": block_dv,
-    }
+        shared |= dict(zip(("mask_ptr", "stride_mb", "stride_mh", "stride_ms"), (mask, *mask.stride()[:3])))
 
     def tiled(x: Tensor, rows: int, width: int):
         return descriptor(x, rows, width) if use_tma else x
@@ -138,28 +132,24 @@ def launch_backward(
         warps = launch.num_warps if mask is None else max(launch.num_warps, MASK_WARPS)
         return {"num_warps": warps, "num_stages": launch.num_stages}
 
-    heads = num_heads * sequences.num_sequences
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-        backward_delta_kernel[(num_q_tiles * heads,)](
-            out, do, delta_ptr=delta, **shared, **strides("o", out), **strides("g", do), V_HEAD_DIM=v_head_dim, BLOCK_DV=block_dv
-        )  # fmt: skip
         group = config.rows_per_score // block_m if support is None else 1
         scoring = config.score if support is None else config.score_saved
-        backward_support_kernel[(math.ceil(num_q_tiles / group) * heads,)](
-            q, tiled(k, block_n, block_d), saved_ptr=support, by_query_ptr=by_query, by_key_ptr=by_key, **scored, **visible,
-            tau=settings.tau, GROUP=group, HAS_SAVED=support is not None, **shape_of(scoring),
+        backward_support_kernel[(math.ceil(num_q_tiles / group) * math.prod(heads),)](
+            q, tiled(k, block_n, block_d), out, do, saved_ptr=support, by_query_ptr=by_query, by_key_ptr=by_key,
+            **shared, **strides("o", out), **visible, tau=settings.tau, GROUP=group, HAS_SAVED=support is not None, **shape_of(scoring),
         )  # fmt: skip
         if dq is not None:
             step = config.query.step
-            backward_query_kernel[(num_q_tiles * heads,)](
-                q, tiled(k, step, block_d), tiled(v, step, block_dv), do, dq, support_ptr=by_query, **graded,
-                STEP=step, **shape_of(config.query),
+            backward_query_kernel[(num_q_tiles * math.prod(heads),)](
+                q, tiled(k, step, block_d), tiled(v, step, block_dv), do, dq, support_ptr=by_query,
+                **shared, **strides("v", v), STEP=step, **shape_of(config.query),
             )  # fmt: skip
         if dk is not None:
             step = config.key.step
             backward_key_kernel[(num_k_tiles * block_n // step * num_kv_heads * sequences.num_sequences,)](
-                tiled(q, block_m, block_d), k, v, tiled(do, block_m, block_dv), dk, dv, support_ptr=by_key, **graded,
-                total_k=total_k, STEP=step, **shape_of(config.key),
+                tiled(q, block_m, block_d), k, v, tiled(do, block_m, block_dv), dk, dv, support_ptr=by_key,
+                **shared, **strides("v", v), total_k=total_k, STEP=step, **shape_of(config.key),
             )  # fmt: skip
     if needs[2] and sinks is not None:
         # d lse / d sink = exp(sink - lse), and the output moves by -out of it
