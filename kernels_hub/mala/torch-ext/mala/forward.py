@@ -42,7 +42,7 @@ RUNTIME_VALUES = [
 
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def mala_forward_kernel(
-    q_ptr, k, v, out_ptr, lse_ptr, sinks_ptr, mask_ptr, visible_ptr, tiles_ptr, certificate_ptr, support_ptr, bounds_ptr,
+    q_ptr, k, v, out_ptr, lse_ptr, sinks_ptr, mask_ptr, visible_ptr, tiles_ptr, certificate_ptr, support_ptr, walked_ptr, bounds_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     stride_lb, stride_lh, stride_mb, stride_mh, stride_ms, stride_nb, stride_nh, stride_tb, stride_th, stride_tm,
     support_rows, support_words, q_begin, q_end, k_begin, k_end, num_q_tiles, num_heads, num_kv_groups,
@@ -50,7 +50,8 @@ def mala_forward_kernel(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_TMA: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    RETURN_WORK: tl.constexpr, SAVE_SUPPORT: tl.constexpr, HAS_SUPPORT: tl.constexpr, DOT_PRECISION: tl.constexpr,
+    RETURN_WORK: tl.constexpr, SAVE_SUPPORT: tl.constexpr, IS_WALK: tl.constexpr, IS_SUPPORT: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one head. q, k, v, out strides count STRIDE_UNIT elements, so that their divisibility needs no recompile."""
     program = tl.program_id(0)
@@ -126,22 +127,24 @@ def mala_forward_kernel(
             + q_tile_index.to(tl.int64) * stride_tm
         )
     support_base = head64
-    if SAVE_SUPPORT or HAS_SUPPORT:
-        support_row = (tl.cast(sequence, tl.int64) * num_heads + head) * support_rows + q_tile_index
+    support_row = (tl.cast(sequence, tl.int64) * num_heads + head) * support_rows + q_tile_index
+    if SAVE_SUPPORT:
         support_base = support_ptr + support_row * support_words
-    if HAS_SUPPORT:
+    if IS_WALK:
+        walked_base = walked_ptr + support_row * support_words
         row_max, row_sum, acc = walk_tiles(
-            q_tile, k, v, k_base, v_base, mask_base, stride_ms, support_base, support_words, batch, kv_head, k_begin, seqlen_k,
-            position, row_exists, row_max, row_sum, acc, whole_low, whole_high, stride_ks * STRIDE_UNIT, stride_vs * STRIDE_UNIT,
-            window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
-            USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
+            q_tile, k, v, k_base, v_base, mask_base, stride_ms, walked_base, support_base, support_words, batch, kv_head, k_begin,
+            seqlen_k, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, whole_low, whole_high,
+            stride_ks * STRIDE_UNIT, stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2,
+            HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, IS_SUPPORT, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP,
+            SAVE_SUPPORT, DOT_PRECISION)  # fmt: skip
     else:
         row_max, row_sum, acc, limit, omitted = visit_tiles(
             q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, support_base, batch, kv_head, k_begin, seqlen_k, position,
             row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, edge_high, last, stride_ks * STRIDE_UNIT,
             stride_vs * STRIDE_UNIT, window_left, window_right, scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, BLOCK_N, BLOCK_D,
             BLOCK_DV, True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, DOT_PRECISION)  # fmt: skip
-    if not HAS_MASK and not HAS_SUPPORT:
+    if not HAS_MASK and not IS_WALK:
         row_max, row_sum, acc, limit, omitted = visit_tiles(
             q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, support_base, batch, kv_head, k_begin, seqlen_k, position,
             row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, edge_low, edge_high, stride_ks * STRIDE_UNIT,
@@ -191,6 +194,7 @@ def launch_forward(
     return_work: bool,
     save_support: bool = False,
     support: Optional[Tensor] = None,
+    candidates: Optional[Tensor] = None,
     config: Optional[TileConfig] = None,
     use_tma: Optional[bool] = None,
     use_hopper: Optional[bool] = None,
@@ -198,7 +202,8 @@ def launch_forward(
     """out, lse, tiles, certificate, support; arguments and shapes as :func:`blockwise.forward`, what is not asked for is None.
 
     ``support``: what an earlier call on the same inputs found. Its tiles are walked and no others scored, with the same bits as result
-    (and it is returned); a call that is to report its work scores all tiles nevertheless.
+    (and it is returned). ``candidates``: a superset of the support; its tiles are tested and no others. A call that is to report its
+    work scores all tiles nevertheless.
 
     ``config``, ``use_tma`` and ``use_hopper`` override the shipped launch shape, the choice of loads and of the kernel, for
     measurements and tests.
@@ -223,7 +228,8 @@ def launch_forward(
             sequences.num_sequences, num_heads, num_q_tiles, num_k_tiles, dtype=torch.int8, device=q.device
         )
         certificate = torch.zeros_like(lse)
-    is_known = support is not None and not return_work
+    walked = None if return_work else candidates if support is None else support
+    is_known = walked is not None and walked is support
     if not is_known:
         support = empty_support(sequences, num_heads, config.tile, q.device) if save_support else None
     if sequences.bounds is not None or sequences.common[0] > 0:  # rows that see no key are not visited
@@ -232,7 +238,7 @@ def launch_forward(
     if out.numel() == 0 or num_q_tiles == 0:
         return out, lse, tiles, certificate, support
 
-    if is_known and use_tma is None:
+    if walked is not None and use_tma is None:
         # a descriptor reads on into the next sequence, where anything may lie
         use_hopper, use_tma = False, sequences.bounds is None and has_tma(k) and has_tma(v)
     if use_hopper is not False and HAS_GLUON_FOR_HOPPER and nvidia_major(q.device) == 9:
@@ -277,13 +283,15 @@ def launch_forward(
             tiles,
             certificate,
             support,
+            walked,
             sequences.bounds,
             *(stride // unit for stride in strides),
             *lse.stride()[:2],
             *mask_strides,
             *visible_strides,
             *((0, 0, 0) if tiles is None else tiles.stride()[:3]),
-            *((0, 0) if support is None else support.shape[2:]),
+            num_q_tiles,
+            math.ceil(num_k_tiles / 32),
             *sequences.common,
             num_q_tiles,
             num_heads,
@@ -310,7 +318,8 @@ def launch_forward(
             HAS_SINKS=sinks is not None,
             RETURN_WORK=return_work,
             SAVE_SUPPORT=save_support and not is_known,
-            HAS_SUPPORT=is_known,
+            IS_WALK=walked is not None,
+            IS_SUPPORT=is_known,
             DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=config.num_warps if mask is None else max(config.num_warps, 8),  # its tile takes registers
             num_stages=config.num_stages,

@@ -95,6 +95,18 @@ BACKWARD_32BIT = {
 }
 
 
+@dataclass(frozen=True)
+class DiscoveryConfig:
+    """Launch shape of INT8 discovery: ``rows`` of neighbouring query tiles at once."""
+
+    rows: int
+    num_warps: int
+    num_stages: int
+
+
+DISCOVERY = DiscoveryConfig(128, 8, 3)
+
+
 def backward_config(
     head_dim: int, v_head_dim: int, dtype: torch.dtype, tile: tuple[int, int], major: int
 ) -> BackwardConfig:
