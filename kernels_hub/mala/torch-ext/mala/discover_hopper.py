@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""INT8 discovery on Hopper: two query tiles per program, one warpgroup each, sharing every key tile.
+
+As in ``forward_hopper.py`` a third warp brings key tiles through a ring of STAGES buffers. Nothing here asks for a vote: each row
+keeps one bit per key tile in a register, and rows are put together once in 32 tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .blockwise import Settings
+from .discover_bounds import KEY_NUMBERS, ROW_NUMBERS, RUNTIME_VALUES, first_retained_tile
+from .tile_config import padded_head_dim
+from .visibility import Sequences
+
+ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
+STAGES = 8
+MAX_SHARED_BYTES = 227 * 1024
+
+
+@gluon.jit
+def _either(a, b):
+    return a | b
+
+
+@gluon.jit
+def _load_keys(k_desc, k_ring, k_ready, k_free, first_row, first, last, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The loading warp: key tiles first to last - 1, each into the next ring buffer once both warpgroups are done with it."""
+    for step in range(last - first):
+        stage = step % STAGES
+        mbarrier.wait(k_free.index(stage), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
+        row = first_row + (first + step) * BLOCK_N
+        tma.async_copy_global_to_shared(k_desc, [row, 0], k_ready.index(stage), k_ring.index(stage))
+
+
+@gluon.jit
+def _start_products(q_smem, k_ring, k_ready, zeros, step, STAGES: gl.constexpr):
+    """Start the INT8 product with the ``step``-th key tile."""
+    stage = step % STAGES
+    mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
+    return warpgroup_mma(q_smem, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS: gl.constexpr):
+    """int32 per row: 1 where the tile's bound reaches the row's limit; a NaN does."""
+    norms = norms_ptr + tile * KEY_NUMBERS
+    k_scale = gl.load(norms)
+    bound = needed - per_kept * gl.load(norms + 1) - per_lost * gl.load(norms + 2) - per_norm * gl.load(norms + 3)
+    return gl.where(gl.max(products, 1).to(gl.float32) * k_scale < bound, 0, 1)
+
+
+@gluon.jit
+def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidates_ptr, q_block, k_ring, k_ready, k_free,
+                   stride_qs, q_tile_index, first, last, q_begin, seqlen_q,
+                   HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+                   STAGES: gl.constexpr, KEY_NUMBERS: gl.constexpr):  # fmt: skip
+    """One warpgroup: one query tile against key tiles first (even) to last - 1; ``candidates_ptr`` is its row of words."""
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    threads: gl.constexpr = BLOCK_D // 8
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+
+    start_m = q_tile_index * BLOCK_M
+    load_m = start_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, load_layout))
+    load_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, load_layout))
+    mask = (load_m < seqlen_q)[:, None] & (load_d < HEAD_DIM)[None, :]
+    q_rows = (q_begin + load_m).to(gl.int64)
+    q = gl.load(q_ptr + q_rows[:, None] * stride_qs + load_d[None, :], mask=mask, other=0.0).to(gl.float32)
+    scale = gl.load(rows_ptr + load_m, mask=load_m < seqlen_q, other=1.0)
+    q_smem = q_block.index(warpgroup)
+    q_smem.store(gl.floor(q / scale[:, None] + 0.5).to(gl.int8))
+    fence_async_shared()
+
+    offs_m = start_m + gl.arange(0, BLOCK_M, row_layout)
+    row_exists = offs_m < seqlen_q
+    needed = gl.load(rows_ptr + seqlen_q + offs_m, mask=row_exists, other=float("inf"))
+    per_kept = gl.load(rows_ptr + 2 * seqlen_q + offs_m, mask=row_exists, other=0.0)
+    per_lost = gl.load(rows_ptr + 3 * seqlen_q + offs_m, mask=row_exists, other=0.0)
+    per_norm = gl.load(rows_ptr + 4 * seqlen_q + offs_m, mask=row_exists, other=0.0)
+    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, score_layout)
+    found = gl.zeros([BLOCK_M], gl.int32, row_layout)
+    q_tile_exists = start_m < seqlen_q
+    count = last - first
+    for step in range(0, count - 1, 2):
+        near = _start_products(q_smem, k_ring, k_ready, zeros, step, STAGES)
+        far = _start_products(q_smem, k_ring, k_ready, zeros, step + 1, STAGES)
+        tile = first + step
+        near = warpgroup_mma_wait(1, deps=[near])
+        mbarrier.arrive(k_free.index(step % STAGES), count=1)
+        found |= _reaches(near, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
+        far = warpgroup_mma_wait(0, deps=[far])
+        mbarrier.arrive(k_free.index((step + 1) % STAGES), count=1)
+        found |= _reaches(far, norms_ptr, tile + 1, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (
+            (tile + 1) % 32
+        )
+        if (tile % 32 == 30) | (step + 2 >= count):
+            gl.atomic_or(candidates_ptr + tile // 32, gl.reduce(found, 0, _either), mask=q_tile_exists, sem="relaxed")
+            found = gl.zeros([BLOCK_M], gl.int32, row_layout)
+    if count % 2 == 1:
+        products = _start_products(q_smem, k_ring, k_ready, zeros, count - 1, STAGES)
+        products = warpgroup_mma_wait(0, deps=[products])
+        mbarrier.arrive(k_free.index((count - 1) % STAGES), count=1)
+        tile = last - 1
+        found |= _reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
+        gl.atomic_or(candidates_ptr + tile // 32, gl.reduce(found, 0, _either), mask=q_tile_exists, sem="relaxed")
+
+
+@gluon.jit(do_not_specialize=RUNTIME_VALUES)
+def discover_hopper_kernel(
+    q_ptr, k_desc, rows_ptr, norms_ptr, candidates_ptr, stride_qb, stride_qs, stride_qh,
+    q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles, num_heads, num_kv_groups, words, window_left, window_right,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    ROW_NUMBERS: gl.constexpr, KEY_NUMBERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Two neighbouring query tiles of one head."""
+    program = gl.program_id(0)
+    num_pairs = gl.cdiv(seqlen_q, 2 * BLOCK_M)
+    pair = num_pairs - 1 - program % num_pairs  # the longest rows first
+    head = (program // num_pairs) % num_heads
+    batch = program // num_pairs // num_heads
+    num_kv_heads = num_heads // num_kv_groups
+    kv_tiles = (batch * num_kv_heads + head // num_kv_groups) * num_k_tiles
+    start_m = pair * 2 * BLOCK_M
+    first = 0
+    if HAS_LEFT:
+        first = (
+            gl.maximum(start_m + seqlen_k - seqlen_q - window_left, 0) // BLOCK_N // 2 * 2
+        )  # pairs begin at even tiles
+    last_start = gl.minimum(start_m + BLOCK_M, (seqlen_q - 1) // BLOCK_M * BLOCK_M)
+    last = first_retained_tile(last_start, seqlen_q, seqlen_k, window_right, BLOCK_N, HAS_RIGHT)
+    last = gl.maximum(last, first)
+    batch64 = batch.to(gl.int64)
+    head_index = batch64 * num_heads + head
+    q_head = q_ptr + batch64 * stride_qb + head.to(gl.int64) * stride_qh
+    head_rows = rows_ptr + head_index * ROW_NUMBERS * seqlen_q
+    head_norms = norms_ptr + kv_tiles.to(gl.int64) * KEY_NUMBERS
+    head_words = candidates_ptr + (head_index * num_q_tiles + pair * 2) * words
+
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], gl.int8)
+    q_block = gl.allocate_shared_memory(gl.int8, [2, BLOCK_M, BLOCK_D], q_layout)
+    k_ring = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_D], k_desc.layout)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+
+    near: gl.constexpr = 1  # the later rows
+    far: gl.constexpr = 0
+    gl.warp_specialize([
+        (_discover_rows, (near, q_head, head_rows, head_norms, head_words + words, q_block, k_ring, k_ready, k_free,
+                          stride_qs, pair * 2 + 1, first, last, q_begin, seqlen_q,
+                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, KEY_NUMBERS)),
+        (_discover_rows, (far, q_head, head_rows, head_norms, head_words, q_block, k_ring, k_ready, k_free,
+                          stride_qs, pair * 2, first, last, q_begin, seqlen_q,
+                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, KEY_NUMBERS)),
+        (_load_keys, (k_desc, k_ring, k_ready, k_free, kv_tiles * BLOCK_N, first, last, STAGES, BLOCK_N)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+@cache
+def _key_layout(width: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, width), element_bitwidth=8, rank=2)
+
+
+def supports(q: Tensor, tile: tuple[int, int]) -> bool:
+    """Does this kernel cover query tiles of such rows?"""
+    block_d = padded_head_dim(q.shape[-1])
+    shared = (2 * tile[0] + STAGES * tile[1]) * block_d + 1024
+    return tile[0] == ROWS_PER_WARPGROUP and tile[1] >= 32 and shared <= MAX_SHARED_BYTES
+
+
+def launch_discover_hopper(
+    q: Tensor,
+    rows: Tensor,
+    quantized: Tensor,
+    norms: Tensor,
+    candidates: Tensor,
+    settings: Settings,
+    sequences: Sequences,
+) -> None:
+    """Add to ``candidates`` what :func:`discover.launch_discover` prepared ``rows``, ``quantized`` and ``norms`` for."""
+    batch, _, num_heads, head_dim = q.shape
+    num_kv_heads, num_k_tiles = norms.shape[1:3]
+    block_m, block_n = settings.tile
+    block_d = quantized.shape[-1]
+    keys = quantized.view(-1, block_d)
+    q_begin, q_end, _, seqlen_k = sequences.common
+    seqlen_q = q_end - q_begin
+    left, right = settings.window
+    with torch.cuda.device(q.device):
+        discover_hopper_kernel[(math.ceil(seqlen_q / (2 * block_m)) * num_heads * batch,)](
+            q, TensorDescriptor(keys, list(keys.shape), [block_d, 1], [block_n, block_d], _key_layout(block_d)),
+            rows, norms, candidates, *q.stride()[:3], q_begin, seqlen_q, seqlen_k, *candidates.shape[2:3], num_k_tiles,
+            num_heads, num_heads // num_kv_heads, candidates.shape[-1], left, right,
+            HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=STAGES,
+            ROW_NUMBERS=ROW_NUMBERS.value, KEY_NUMBERS=KEY_NUMBERS.value, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, num_warps=4,
+        )  # fmt: skip
