@@ -23,12 +23,12 @@ KERNELS = Path(__file__).parents[1] / "kernels_hub" / "mala" / "torch-ext"
 
 @dataclass(frozen=True)
 class Launch:
-    """A forward on one target ("cuda:80", "cuda:90", "hip:gfx942"), once for each of ``seqlens_k`` and ``taus``."""
+    """One call on one target ("cuda:80", "cuda:90", "hip:gfx942"), once for each of ``seqlens_k`` and ``taus``."""
 
     target: str
     head_dim: int
     dtype: str = "bfloat16"
-    phase: str = "prefill"  # or "decode"
+    phase: str = "prefill"  # or "decode", "backward", "backward with support"
     use_tma: bool = False
     use_hopper: bool = False
     v_head_dim: int = -1  # -1: head_dim
@@ -42,7 +42,7 @@ class Launch:
     @property
     def id(self) -> str:
         return "-".join(
-            [self.target, self.phase, self.dtype, f"D{self.head_dim}"]
+            [self.target, self.phase.replace(" ", "_"), self.dtype, f"D{self.head_dim}"]
             + [f"DV{self.v_head_dim}"] * (self.v_head_dim > 0)
             + ["tma"] * self.use_tma
             + ["hopper"] * self.use_hopper
@@ -55,6 +55,7 @@ class Launch:
 class Finding:
     """What one compiled kernel takes. ``spilled_bytes`` per thread and ``registers`` are None where the tool is not at hand."""
 
+    kernel: str
     shared_bytes: int
     num_warps: int
     registers: int | None = None
@@ -96,10 +97,10 @@ class _NamedTarget:
 
 
 class _Warmup:
-    """Stands in for a kernel: launching it compiles it and keeps what came out."""
+    """Stands in for a kernel: launching it compiles it and adds what came out to ``compiled``."""
 
-    def __init__(self, kernel):
-        self.kernel, self.compiled = kernel, []
+    def __init__(self, kernel, compiled: list):
+        self.kernel, self.compiled = kernel, compiled
 
     def __getitem__(self, grid):
         return lambda *args, **kwargs: self.compiled.append(self.kernel.warmup(*args, grid=grid, **kwargs))
@@ -120,13 +121,14 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _found(kernel) -> Finding:
-    cubin = kernel.asm.get("cubin")
+    cubin, name = kernel.asm.get("cubin"), kernel.metadata.name
     if cubin is not None:
-        return Finding(kernel.metadata.shared, kernel.metadata.num_warps, *_resources(cubin))
+        return Finding(name, kernel.metadata.shared, kernel.metadata.num_warps, *_resources(cubin))
     assembly = kernel.asm["amdgcn"]
     scratch = re.search(r"ScratchSize: (\d+)", assembly)
     registers = re.search(r"NumVgprs: (\d+)", assembly)
     return Finding(
+        name,
         kernel.metadata.shared,
         kernel.metadata.num_warps,
         int(registers[1]) if registers else None,
@@ -136,8 +138,9 @@ def _found(kernel) -> Finding:
 
 def _run(launch: Launch) -> None:
     import torch
-    from mala import forward
+    from mala import backward, forward
     from mala.blockwise import Settings
+    from mala.support import empty_support
     from mala.tile_config import tile_config
     from mala.visibility import fixed_sequences
 
@@ -152,38 +155,64 @@ def _run(launch: Launch) -> None:
             tile = tile_config(launch.head_dim, v_head_dim, dtype, seqlen_q).tile
             window, softcap = ((300, 0), 30.0) if launch.features else ((-1, 0), 0.0)
             lengths = {"seqused_k": torch.tensor([seqlen_k, 1])} if launch.features and not launch.use_hopper else {}
+            settings = Settings(tau, launch.head_dim**-0.5, window, softcap, tile)
+            sequences = fixed_sequences(2, seqlen_q, seqlen_k, 0, **lengths)
+            sinks = torch.zeros(launch.num_heads) if launch.features else None
+            mask = torch.ones(2, 1, seqlen_q, seqlen_k, dtype=torch.bool) if launch.mask else None
+            if launch.phase.startswith("backward"):
+                saved = launch.phase == "backward with support"
+                support = empty_support(sequences, launch.num_heads, tile, q.device) if saved else None
+                out = torch.empty(*q.shape[:3], v_head_dim, dtype=dtype)
+                lse = torch.empty(2, launch.num_heads, seqlen_q)
+                backward.launch_backward(
+                    q, k, v, out, lse, out, settings, sequences, sinks, mask, support, use_tma=launch.use_tma
+                )
+                continue
             forward.launch_forward(
                 q,
                 k,
                 v,
-                Settings(tau, launch.head_dim**-0.5, window, softcap, tile),
-                fixed_sequences(2, seqlen_q, seqlen_k, 0, **lengths),
-                sinks=torch.zeros(launch.num_heads) if launch.features else None,
-                mask=torch.ones(2, 1, seqlen_q, seqlen_k, dtype=torch.bool) if launch.mask else None,
+                settings,
+                sequences,
+                sinks,
+                mask,
                 return_work=launch.features or launch.mask,
+                save_support=launch.features or launch.mask,
                 use_tma=launch.use_tma,
                 use_hopper=launch.use_hopper,
             )
+
+
+def _kernels_of(launch: Launch) -> list[tuple[object, str]]:
+    """The modules that launch kernels in this call, and the kernels' names there."""
+    from mala import backward, forward
+
+    if launch.phase.startswith("backward"):
+        return [(backward, f"backward_{name}_kernel") for name in ("support", "query", "key")]
+    if launch.use_hopper:
+        from mala import forward_hopper
+
+        return [(forward_hopper, "mala_forward_hopper_kernel")]
+    return [(forward, "mala_forward_kernel")]
 
 
 def main(mode: str) -> None:
     """Launches as JSON on stdin; per launch a list of findings (or of distinct specialisations) as JSON on stdout."""
     import torch
     import triton
-    from mala import forward, tma
+    from mala import backward, forward
 
     torch.cuda.device = contextlib.nullcontext  # tensors are on the CPU
-    kernels, answers = [(forward, "mala_forward_kernel", forward.mala_forward_kernel)], []
-    if tma.HAS_GLUON_FOR_HOPPER:
-        from mala import forward_hopper
-
-        forward.nvidia_major = lambda device: 9  # asked only where use_hopper is
-        kernels.append((forward_hopper, "mala_forward_hopper_kernel", forward_hopper.mala_forward_hopper_kernel))
+    answers = []
     for request in json.load(sys.stdin):
         request |= {"seqlens_k": tuple(request["seqlens_k"]), "taus": tuple(request["taus"])}
-        triton.runtime.driver.set_active(_NamedTarget(request["target"]))
-        module, name, kernel = kernels[request["use_hopper"]]
-        kernel.device_caches.clear()
+        launch = Launch(**request)
+        triton.runtime.driver.set_active(_NamedTarget(launch.target))
+        backend, arch = launch.target.split(":")
+        forward.nvidia_major = backward.nvidia_major = (
+            lambda device, major=int(arch) // 10 if backend == "cuda" else 0: major
+        )
+        originals = [(module, name, getattr(module, name)) for module, name in _kernels_of(launch)]
         keys: dict[str, None] = {}
         if mode == "count":
 
@@ -192,10 +221,14 @@ def main(mode: str) -> None:
                 return True  # no need to compile
 
             triton.knobs.runtime.jit_cache_hook = note
-        warmup = _Warmup(kernel)
-        setattr(module, name, warmup)
-        _run(Launch(**request))
-        answers.append(list(keys) if mode == "count" else [asdict(_found(compiled)) for compiled in warmup.compiled])
+        compiled: list = []
+        for module, name, kernel in originals:
+            kernel.device_caches.clear()
+            setattr(module, name, _Warmup(kernel, compiled))
+        _run(launch)
+        for module, name, kernel in originals:
+            setattr(module, name, kernel)
+        answers.append(list(keys) if mode == "count" else [asdict(_found(kernel)) for kernel in compiled])
     print(json.dumps(answers))
 
 

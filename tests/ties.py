@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from calls import Call, build
@@ -21,46 +22,63 @@ def _in_parts(x: Tensor, dtype: torch.dtype, parts: int = 4) -> Tensor:
     return torch.stack(result, -1)
 
 
-def near_ties(
-    case: Case, dtype: torch.dtype, device: str, shift: float, cancelling: float = 0.0, steps: int = 24
-) -> Call:
-    """One row, three key tiles, ``steps`` sequences: the middle tile's maximum walks over its limit by single roundings.
+@dataclass(frozen=True)
+class Walk:
+    """One row, three key tiles of ``case.tile``; the middle tile's maximum is what walks, and every sequence of a batch is a step.
 
     Scores are written into keys; ``shift`` is added to all of them. ``cancelling``: products of that size that sum up to zero beside
     each score, so that its rounding is theirs and depends on the order of the sum.
     """
-    block_n = case.tile[1]
-    generator = torch.Generator().manual_seed(int(abs(shift)) + block_n)
-    scores = torch.full((steps, 3, block_n), shift - 30.0)
-    scores[:, 2] = shift + torch.randn(block_n, generator=generator)
-    lse = float(scores[0, 2].double().logsumexp(-1))
-    rounding = torch.finfo(torch.float32).eps
-    below, above = (n * (1 + abs(lse)) + 4 * cancelling for n in (60, 8))  # a forward may leave itself some slack
-    walk = torch.linspace(-below, above, steps, dtype=torch.float64)
-    scores[:, 1, 3] = (lse - math.log(3 * block_n) + rounding * walk).float()
-    parts = _in_parts(scores.flatten(1), dtype)
-    k = torch.zeros(steps, 3 * block_n, 1, case.head_dim, dtype=dtype)
-    k[:, :, 0, : parts.shape[-1]] = parts
-    q = torch.zeros(steps, 1, 1, case.head_dim, dtype=dtype)
-    q[..., : parts.shape[-1]] = 1.0
-    half = case.head_dim // 2
-    q[..., half:] = 1.0
-    k[..., half::2], k[..., half + 1 :: 2] = cancelling, -cancelling
-    v = torch.randn(*k.shape, generator=generator).to(dtype)
-    case = case.with_(seqlen_q=1, seqlen_k=3 * block_n, num_heads=1, softmax_scale=1.0, causal=False)
-    return build(case, dtype, device).with_(q=q.to(device), k=k.to(device), v=v.to(device))
+
+    case: Case
+    dtype: torch.dtype
+    device: str
+    shift: float = 0.0
+    cancelling: float = 0.0
+    steps: int = 24
+
+    def around_the_limit(self) -> tuple[float, float]:
+        """Where to start and to end so that a forward that leaves itself some slack is crossed too."""
+        lse = float(self._last_tile().double().logsumexp(-1))
+        limit, rounding = lse - math.log(3 * self.case.tile[1]), torch.finfo(torch.float32).eps
+        below, above = (rounding * (n * (1 + abs(lse)) + 4 * self.cancelling) for n in (60, 8))
+        return limit - below, limit + above
+
+    def call(self, start: float, end: float) -> Call:
+        block_n, head_dim = self.case.tile[1], self.case.head_dim
+        scores = torch.full((self.steps, 3, block_n), self.shift - 30.0)
+        scores[:, 2] = self._last_tile()
+        scores[:, 1, 3] = torch.linspace(start, end, self.steps, dtype=torch.float64).float()
+        parts = _in_parts(scores.flatten(1), self.dtype)
+        q = torch.zeros(self.steps, 1, 1, head_dim, dtype=self.dtype)
+        k = torch.zeros(self.steps, 3 * block_n, 1, head_dim, dtype=self.dtype)
+        q[..., : parts.shape[-1]], q[..., head_dim // 2 :] = 1.0, 1.0
+        k[:, :, 0, : parts.shape[-1]] = parts
+        k[..., head_dim // 2 :: 2], k[..., head_dim // 2 + 1 :: 2] = self.cancelling, -self.cancelling
+        case = self.case.with_(seqlen_q=1, seqlen_k=3 * block_n, num_heads=1, softmax_scale=1.0, causal=False)
+        tensors = {"q": q, "k": k, "v": torch.randn(k.shape, generator=torch.Generator().manual_seed(1)).to(self.dtype)}
+        return build(case, self.dtype, self.device).with_(**{name: x.to(self.device) for name, x in tensors.items()})
+
+    def _last_tile(self) -> Tensor:
+        return self.shift + torch.randn(self.case.tile[1], generator=torch.Generator().manual_seed(0))
 
 
-def assert_nested_at_ties(call: Call) -> None:
-    """Some sequences keep the middle tile and some skip it; none is kept again, with and without the saved support."""
-    forward = run_forward(call)
-    kept = (forward.support >> 1 & 1).flatten()
-    assert 0 < kept.sum() < len(kept), "the walk does not cross the limit"
-    do = torch.ones_like(forward.out)
-    found = run_backward(call, forward, do, needs=(False, False, False)).support
-    again = (found & ~forward.support).flatten().nonzero().flatten().tolist()
-    assert not again, (
-        f"steps {again} of {len(kept)} keep a tile that forward skipped ({int(kept.sum())} keep the middle one)"
-    )
-    saved = run_backward(call, forward, do, forward.support, needs=(False, False, False)).support
-    assert torch.equal(saved, found)
+def assert_nested_at_ties(walk: Walk) -> None:
+    """Step by step over the limit, then between two steps: no tile that forward skipped is kept, with and without its support."""
+    start, end = walk.around_the_limit()
+    for _ in range(2):
+        call = walk.call(start, end)
+        forward = run_forward(call)
+        kept = (forward.support >> 1 & 1).flatten()
+        crossing = int((1 - kept).sum())
+        assert 0 < crossing < walk.steps, "the walk does not cross the limit"
+        do = torch.ones_like(forward.out)
+        found = run_backward(call, forward, do, needs=(False, False, False)).support
+        again = (found & ~forward.support).flatten().nonzero().flatten().tolist()
+        assert not again, (
+            f"steps {again} keep a tile that forward skipped; forward keeps the middle one from {crossing} on"
+        )
+        saved = run_backward(call, forward, do, forward.support, needs=(False, False, False)).support
+        assert torch.equal(saved, found)
+        step = (end - start) / (walk.steps - 1)
+        start, end = start + (crossing - 2) * step, start + (crossing + 1) * step
