@@ -6,6 +6,7 @@ Importing this package adds the attention implementations "mala" and "mala_refer
 """
 
 from .config import MalaConfig
+from .hub import load_kernel
 from .ops.support_reuse import reuse_support
 from .patch import mala_attention, patch_model, unpatch_model
 from .recording import WorkReport, record_work
@@ -18,6 +19,7 @@ __all__ = [
     "MalaConfig",
     "WorkReport",
     "__version__",
+    "load_kernel",
     "mala_attention",
     "patch_model",
     "record_work",

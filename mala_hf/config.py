@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .ops.hf import DENSE
+
+KERNEL_NAME = re.compile(r"[^/:@\s]+/[^/:@\s]+(@[^:@\s]+)?")
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,11 @@ class MalaConfig:
         tau: dimensionless tolerance >= 0 of all layers not named in ``layers``; 1 is canonical, 0 is full attention.
         layers: {layer index: tau or "sdpa"}; "sdpa" leaves that layer to torch's scaled_dot_product_attention.
         tile: (BLOCK_M, BLOCK_N), powers of two; None for the shipped table. Tiles belong to the rule's definition.
+        save_support: whether training keeps the retained tiles for backward, 1 bit each, so that it scores no others; the gradients
+            are the same. None: where the bits take at most 1/8 of the output's memory.
+        deterministic: demand gradients that repeat bit for bit. All implementations give them anyway.
+        kernel: "org/name" or "org/name@revision" of a Hub kernel to run on, in place of the kernels in this package;
+            see :func:`mala_hf.load_kernel`.
 
     Raises:
         ValueError: for anything else; the message says what was got.
@@ -27,6 +35,9 @@ class MalaConfig:
     tau: float = 1.0
     layers: Mapping[int, float | str] = field(default_factory=dict)
     tile: tuple[int, int] | None = None
+    save_support: bool | None = None
+    deterministic: bool = False
+    kernel: str | None = None
 
     def __post_init__(self) -> None:
         _check_tau(self.tau, "tau")
@@ -42,6 +53,12 @@ class MalaConfig:
             if len(tile) != 2 or not all(type(n) is int and n >= 1 and n & (n - 1) == 0 for n in tile):
                 raise ValueError(f"tile must be two powers of two (BLOCK_M, BLOCK_N), got {self.tile!r}")
             object.__setattr__(self, "tile", tile)
+        if self.save_support is not None and not isinstance(self.save_support, bool):
+            raise ValueError(f"save_support must be True, False or None, got {self.save_support!r}")
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic must be True or False, got {self.deterministic!r}")
+        if self.kernel is not None:
+            check_kernel_name(self.kernel)
 
     def to_dict(self) -> dict[str, Any]:
         """The dict for ``model.config.mala``: JSON types only, so that a saved and reloaded config holds the same."""
@@ -50,6 +67,9 @@ class MalaConfig:
             values["layers"] = {str(index): setting for index, setting in self.layers.items()}
         if self.tile is not None:
             values["tile"] = list(self.tile)
+        for name in ("save_support", "deterministic", "kernel"):
+            if getattr(self, name) != getattr(MalaConfig, name):
+                values[name] = getattr(self, name)
         return values
 
     @classmethod
@@ -60,6 +80,12 @@ class MalaConfig:
         if unknown:
             raise ValueError(f"unknown settings {unknown}: MALA has {known}")
         return cls(**values)
+
+
+def check_kernel_name(name: Any) -> None:
+    """ValueError unless ``name`` is "org/name" or "org/name@revision"."""
+    if not isinstance(name, str) or not KERNEL_NAME.fullmatch(name):
+        raise ValueError(f'a kernel is named "org/name" or "org/name@revision", as on the Kernel Hub, got {name!r}')
 
 
 def _index(index: Any) -> int:

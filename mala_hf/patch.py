@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .config import MalaConfig
+from .hub import load_kernel
 from .registration import NAME
 
 _BEFORE = "_mala_before"
@@ -21,6 +22,8 @@ def patch_model(model: PreTrainedModel, config: MalaConfig | None = None) -> Pre
 
     Encoder-decoder models are set as a whole, vision and audio towers of composite models stay as they are.
     Models that share a config object share the setting. Patching a patched model changes its settings.
+
+    A kernel that the config names is loaded as :func:`mala_hf.load_kernel` does without options; load it yourself to trust it.
 
     Raises:
         ValueError: if the model computes its own attention, so that MALA would never run; or for a layer it does not have.
@@ -33,6 +36,8 @@ def patch_model(model: PreTrainedModel, config: MalaConfig | None = None) -> Pre
     key, text_config = _text_config(model)
     _check_can_run(model, text_config)
     _check_layers(config, text_config)
+    if config.kernel is not None:
+        load_kernel(config.kernel)
     if getattr(model, _BEFORE, None) is None:
         setattr(model, _BEFORE, _Before.of(model))
     model.set_attn_implementation({key: NAME})

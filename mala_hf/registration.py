@@ -3,12 +3,23 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .hub import adapter_of
 from .masks import mala_mask
-from .ops.hf import mala_attention_forward, mala_reference_attention_forward
 
 NAME, REFERENCE_NAME = "mala", "mala_reference"
+
+
+def mala_attention_forward(module, query, key, value, attention_mask=None, **kwargs) -> tuple[Tensor, None]:
+    """``ops.hf.mala_attention_forward``, of the Hub kernel that ``module.config.mala`` names if it names one."""
+    return adapter_of(module).mala_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def mala_reference_attention_forward(module, query, key, value, attention_mask=None, **kwargs) -> tuple[Tensor, None]:
+    """``ops.hf.mala_reference_attention_forward``, likewise."""
+    return adapter_of(module).mala_reference_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
 def register() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mala_hf
-from mala_hf.ops import mala_attn_func, mala_attn_varlen_func
+from mala_hf.ops import mala_attn_func, mala_attn_varlen_func, mala_attn_with_kvcache_func
 
 OPTIONS = {"causal": True, "tile": (16, 16), "impl": "blockwise"}
 
@@ -185,16 +185,30 @@ def test_a_model_trains_in_one_graph_whatever_the_length(layers):
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize("inputs", ["left padding", "no cache"])
-def test_a_model_compiled_with_a_square_mask_agrees_with_eager(inputs):
+def test_a_model_compiled_with_a_square_mask_agrees_with_eager():
     """There, a compiler sees a mask that eager does without: the sums run in another order."""
-    options = {"use_cache": False} if inputs == "no cache" else {"attention_mask": padding(30, (0, 30), (8, 30))}
     model = llama()
     model.config.mala["tau"] = 0.0
-    arguments = {"input_ids": tokens(2, 30), "labels": tokens(2, 30).where(torch.arange(30) > 8, -100), **options}
+    arguments = {"input_ids": tokens(2, 30), "labels": tokens(2, 30), "use_cache": False}
     (_, gradients), (_, exact) = model_step(compiled(model)[0], arguments), model_step(model, arguments)
     for gradient, other in zip(gradients, exact, strict=True):
         assert (gradient - other).norm() <= 1e-4 * other.norm() + 1e-6
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("blocks", [((0, 30), (8, 30)), ((0, 30), (0, 21))], ids=["left", "right"])
+def test_a_model_compiles_with_padding_and_no_quadratic_mask(blocks, monkeypatch):
+    """The step is eager's, bit for bit, where tiles are skipped too."""
+    model, mask = llama(), padding(30, *blocks)
+    arguments = {"input_ids": tokens(2, 30), "labels": tokens(2, 30), "attention_mask": mask}
+    loss, gradients = model_step(model, arguments)
+    monkeypatch.setattr("mala_hf.masks.sdpa_mask", None)  # what would make a square mask
+    compiled_loss, compiled_gradients = model_step(compiled(model)[0], arguments)
+    assert torch.equal(compiled_loss, loss)
+    for gradient, other in zip(compiled_gradients, gradients, strict=True):
+        assert torch.equal(gradient, other)
+    with pytest.raises(RuntimeError, match="one contiguous block"), torch.no_grad():
+        compiled(model, "eager")[0](**arguments | {"attention_mask": mask * (torch.arange(30) != 15)})
 
 
 @pytest.mark.transformers
@@ -239,3 +253,17 @@ def test_recording_work_breaks_the_graph_or_is_refused():
             whole(tokens(2, 24))
         parts(tokens(2, 24))
     assert [work.rows for work in report.layers.values()] == [48, 48]
+
+
+def test_a_call_that_writes_a_cache_compiles_and_reads_no_lengths():
+    def attend(q, k_cache, v_cache, k, v, cache_seqlens):
+        return mala_attn_with_kvcache_func(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **OPTIONS)
+
+    with torch.no_grad():
+        q, k, v, *caches = (x.detach() for x in leaves(*[(2, 3, 2, 16)] * 3, *[(2, 40, 2, 16)] * 2))
+        twins = [cache.clone() for cache in caches]
+        filled = torch.tensor([30, 17])
+        whole, _ = compiled(attend)
+        assert torch.equal(whole(q, *caches, k, v, filled), attend(q, *twins, k, v, filled))
+    for cache, twin in zip(caches, twins, strict=True):
+        assert torch.equal(cache, twin)

@@ -14,10 +14,11 @@ from models import SMALL_TILE, logits, tiny, tokens
 
 import mala_hf
 from mala_hf import MalaConfig
+from mala_hf.ops import operators
 
 pytestmark = pytest.mark.transformers
 
-SETTINGS = MalaConfig(tau=0.5, layers={0: "sdpa", 1: 2.0}, tile=(4, 4))
+SETTINGS = MalaConfig(tau=0.5, layers={0: "sdpa", 1: 2.0}, tile=(4, 4), save_support=False, deterministic=True)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,11 @@ SETTINGS = MalaConfig(tau=0.5, layers={0: "sdpa", 1: 2.0}, tile=(4, 4))
         ({"tile": 64}, "tile"),
         ({"tile": (64, 48)}, "tile"),
         ({"tile": (64, 64, 64)}, "tile"),
+        ({"save_support": 1}, "save_support"),
+        ({"deterministic": None}, "deterministic"),
+        ({"kernel": "mala-flash-attn"}, "org/name"),
+        ({"kernel": "org/name:function"}, "org/name"),
+        ({"kernel": 1}, "org/name"),
     ],
 )
 def test_a_wrong_setting_is_named_in_the_error(settings, said):
@@ -55,7 +61,10 @@ def test_an_unknown_setting_is_refused():
 
 
 def test_the_defaults_are_tau_one_everywhere():
-    assert MalaConfig() == MalaConfig(tau=1.0, layers={}, tile=None)
+    assert MalaConfig() == MalaConfig(
+        tau=1.0, layers={}, tile=None, save_support=None, deterministic=False, kernel=None
+    )
+    assert MalaConfig().to_dict() == {"tau": 1.0}
     assert MalaConfig(layers=None) == MalaConfig()
 
 
@@ -111,7 +120,7 @@ def test_each_layer_follows_its_own_setting():
     "settings",
     [
         {"tau": None}, {"tau": True}, {"layers": {"0": None}}, {"layers": {"2": 0.1}}, {"layers": {"00": 0.5}},
-        {"layers": [0.5]}, {"tile": 16},
+        {"layers": [0.5]}, {"tile": 16}, {"taus": 1.0},
     ],
     ids=str,
 )  # fmt: skip
@@ -121,3 +130,27 @@ def test_a_config_written_by_hand_is_refused_where_it_would_be_ignored_or_run_de
     model.set_attn_implementation("mala")
     with pytest.raises(ValueError, match=r"config\.mala"):
         model(tokens(1, 8))
+
+
+@pytest.mark.parametrize("settings", [{"save_support": 1}, {"deterministic": None}], ids=str)
+def test_a_flag_written_by_hand_must_be_one(settings):
+    model = tiny("llama")
+    model.config.mala = settings
+    model.set_attn_implementation("mala")
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        model(tokens(1, 8))
+
+
+@pytest.mark.parametrize(("saves", "tile"), [(True, (1, 1)), (False, (4, 4))])
+def test_a_model_saves_its_support_as_its_settings_say(saves, tile, monkeypatch):
+    """Left alone, it is saved where it is small; gradients are the same."""
+    saved, forward = [], operators.forward
+    monkeypatch.setattr(operators, "forward", lambda *call: saved.append((out := forward(*call))[4].numel()) or out)
+    gradients = []
+    for settings in ({}, {"save_support": saves, "deterministic": True}):
+        model = mala_hf.patch_model(tiny("llama", peaked=4).train(), MalaConfig(tile=tile, **settings))
+        ids = tokens(1, 40)
+        model(ids, labels=ids).loss.backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+    assert [bool(words) for words in saved] == [not saves, not saves, saves, saves]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))

@@ -231,9 +231,9 @@ def test_a_compiled_mask_function_needs_no_values():
     shape = {"batch_size": 2, "q_length": 6, "kv_length": 6}
     assert compiled(**shape) is None
     mask = padding(6, (0, 6), (2, 6)).bool()
-    assert_close(
-        compiled(**shape, attention_mask=mask)[1, 0, 3], torch.tensor([False, False, True, True, False, False])
-    )
+    assert torch.equal(compiled(**shape, attention_mask=mask), mask)
+    longer = compiled(**shape | {"kv_length": 8}, q_offset=2, attention_mask=padding(8, (0, 8), (2, 8)).bool())
+    assert_close(longer[1, 0, 1], torch.tensor([False, False, True, True, False, False, False, False]))
 
 
 REFUSED = {

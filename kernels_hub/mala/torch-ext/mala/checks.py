@@ -120,7 +120,7 @@ def check_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_se
             )
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"k and v must have one length, got {k.shape[1]} and {v.shape[1]}")
-    if cache_seqlens.device.type == "cpu" and cache_seqlens.numel():
+    if not torch.compiler.is_compiling() and cache_seqlens.device.type == "cpu" and cache_seqlens.numel():
         longest = int(cache_seqlens.max()) + k.shape[1]
         if longest > k_cache.shape[1] or int(cache_seqlens.min()) < 0:
             raise ValueError(f"the cache has room for {k_cache.shape[1]} keys, needed are {longest}")

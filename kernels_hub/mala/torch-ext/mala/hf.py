@@ -2,7 +2,8 @@
 """The adapter with the signature that Transformers calls: what a layer asks for is done by MALA or refused, never ignored.
 
 Transformers' names (query, key, value, scaling, attention_mask; heads before sequence) are left behind here. Transposes are views.
-A model's settings are the plain dict ``config.mala``: {"tau": 1.0, "layers": {"0": 0.5, "1": "sdpa"}, "tile": [64, 64]}, all optional.
+A model's settings are the plain dict ``config.mala``: {"tau": 1.0, "layers": {"0": 0.5, "1": "sdpa"}, "tile": [64, 64], "save_support":
+true, "deterministic": true, "kernel": "org/name"}, all optional. Whoever calls this adapter has chosen the kernel already.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from .interface import mala_attn_func, mala_attn_varlen_func
 from .work import Work
 
 DENSE = "sdpa"
-SETTINGS = ("tau", "layers", "tile")
+SETTINGS = ("tau", "layers", "tile", "save_support", "deterministic", "kernel")
+
+# what the package mala_hf and a build of these kernels say to one another: kinds of masks, settings, what recorders are called with
+ADAPTER_VERSION = 1
 
 # keyword arguments that change what attention means, and that MALA does not have
 REFUSED = {
@@ -75,14 +79,16 @@ class LayerSettings:
     """``tau`` is None for a dense layer."""
 
     tau: Optional[float]
-    tile: Optional[tuple[int, int]]
+    tile: Optional[tuple[int, int]] = None
+    save_support: Optional[bool] = None
+    deterministic: bool = False
 
 
 def layer_settings(module) -> LayerSettings:
     """What ``module.config.mala`` says about this layer; tau = 1 where nobody said anything."""
     mala = getattr(getattr(module, "config", None), "mala", None)
     if mala is None:
-        return LayerSettings(1.0, None)
+        return LayerSettings(1.0)
     if not isinstance(mala, dict) or not set(mala) <= set(SETTINGS):
         raise ValueError(f"config.mala must be a dict with the keys {SETTINGS}, got {mala!r}: see mala_hf.MalaConfig")
     layers, index, tile = mala.get("layers") or {}, getattr(module, "layer_idx", None), mala.get("tile")
@@ -97,7 +103,12 @@ def layer_settings(module) -> LayerSettings:
         raise ValueError(
             f"config.mala: a layer's setting is a tau >= 0 or {DENSE!r}, got {setting!r} for layer {index}"
         )
-    return LayerSettings(None if setting == DENSE else setting, None if tile is None else tuple(tile))
+    return LayerSettings(
+        None if setting == DENSE else setting,
+        None if tile is None else tuple(tile),
+        mala.get("save_support"),
+        mala.get("deterministic", False),
+    )
 
 
 def _attend(
@@ -142,6 +153,8 @@ def _attend(
         options = {
             "tau": settings.tau,
             "tile": settings.tile,
+            "save_support": settings.save_support,
+            "deterministic": settings.deterministic,
             "softmax_scale": scaling,
             "softcap": softcap or 0.0,
             "sinks": s_aux,
