@@ -62,7 +62,7 @@ BACKWARD = {
             for phase, features in (("backward", False), ("backward with support", True))
         ),
         *(Launch(target, head_dim, "float32", phase="backward") for head_dim in (64, 128, 256)),
-        *([Launch(target, 128, phase="backward", mask=True)] if target != "hip:gfx942" else []),
+        Launch(target, 128, phase="backward", mask=True),
     ]
     for target in SHARED_LIMIT_BYTES
 }
