@@ -16,7 +16,7 @@ from typing import Any
 from training_figure import differences, training_svg
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/training.md")
+PAGES = ("README.md", "docs/performance.md", "docs/training.md", "kernels_hub/mala/CARD.md")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
