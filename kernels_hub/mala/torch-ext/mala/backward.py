@@ -49,7 +49,8 @@ def launch_backward(
     do = do if do.stride(-1) == 1 and 0 not in do.stride() else do.contiguous()
     lse = lse.contiguous()
     block_m, block_n = settings.tile
-    config = backward_config(head_dim, v_head_dim, q.dtype, settings.tile, nvidia_major(q.device))
+    major = nvidia_major(q.device)
+    config = backward_config(head_dim, v_head_dim, q.dtype, settings.tile, major)
     num_q_tiles, num_k_tiles = sequences.tile_grid(settings.tile)
     if use_tma is None:
         # a descriptor reads on into the next sequence, where anything may lie
@@ -129,8 +130,10 @@ def launch_backward(
         return descriptor(x, rows, width) if use_tma else x
 
     def shape_of(launch) -> dict[str, int]:
-        warps = launch.num_warps if mask is None else max(launch.num_warps, MASK_WARPS)
-        return {"num_warps": warps, "num_stages": launch.num_stages}
+        if mask is None:
+            return {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        # AMD's compiler does not pipeline the masked kernels
+        return {"num_warps": max(launch.num_warps, MASK_WARPS), "num_stages": launch.num_stages if major else 1}
 
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         group = config.rows_per_score // block_m if support is None else 1

@@ -80,11 +80,11 @@ BACKWARD_16BIT = {
     128: BackwardConfig(128, Launch(128, 8, 2), Launch(128, 4, 3), Launch(64, 4, 2), Launch(64, 4, 2)),
     256: BackwardConfig(128, Launch(64, 8, 2), Launch(64, 4, 2), Launch(32, 8, 1), Launch(32, 8, 1)),
 }
-# the matrix products of Ampere and Ada hold their operands in registers
+# the matrix products of Ampere and Ada hold their operands in registers, and AMD's shared memory is 64 KiB
 BACKWARD_16BIT_BEFORE_HOPPER = {
     32: BackwardConfig(128, Launch(128, 8, 3), Launch(128, 4, 3), Launch(64, 4, 2), Launch(64, 4, 2)),
     64: BackwardConfig(128, Launch(128, 8, 3), Launch(128, 4, 3), Launch(64, 4, 2), Launch(32, 4, 2)),
-    128: BackwardConfig(128, Launch(128, 8, 2), Launch(128, 4, 3), Launch(64, 8, 2), Launch(64, 8, 2)),
+    128: BackwardConfig(128, Launch(128, 8, 2), Launch(128, 4, 2), Launch(64, 8, 2), Launch(64, 8, 2)),
     256: BackwardConfig(128, Launch(64, 8, 2), Launch(64, 4, 2), Launch(32, 8, 1), Launch(32, 8, 1)),
 }
 BACKWARD_32BIT = {
