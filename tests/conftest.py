@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where the Triton kernels run: a GPU, or the CPU through the interpreter."""
     return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(scope="session")
+def hub_kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Kernel Hub artifact, built once per process: a folder with ``build`` and ``benchmarks``, as the Hub's version branch has."""
+    pytest.importorskip("kernels")
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+    from publish_kernel import stage
+
+    return stage(tmp_path_factory.mktemp("hub"), "mala-hf/mala-flash-attn")["v1"]
 
 
 @pytest.fixture
