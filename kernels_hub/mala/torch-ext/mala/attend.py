@@ -28,6 +28,7 @@ class Call:
     impl: str
     return_work: bool
     save_support: Optional[bool]
+    discovery: str
 
 
 def attend(
@@ -45,7 +46,8 @@ def attend(
         raise ValueError("the reference scores every tile again and saves no support: leave save_support at None")
     out, lse, tiles, certificate, found = operators.forward(
         q, k, v, sinks, mask, sequences.bounds, known, sequences.max_seqlen_q, sequences.max_seqlen_k, sequences.is_packed,
-        settings.tau, settings.softmax_scale, *settings.window, settings.softcap, *settings.tile, call.impl, call.return_work, saves,
+        settings.tau, settings.softmax_scale, *settings.window, settings.softcap, *settings.tile, call.impl, call.discovery,
+        call.return_work, saves,
     )  # fmt: skip
     if records:
         record_support(found)

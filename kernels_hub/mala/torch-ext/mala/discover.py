@@ -96,17 +96,6 @@ def discover_kernel(
             found = tl.zeros([GROUP * BLOCK_M], tl.int32)
 
 
-def supports(q: Tensor, settings: Settings, sequences: Sequences, mask: Optional[Tensor]) -> bool:
-    """Does INT8 discovery cover this call?"""
-    return (
-        q.dtype in (torch.float16, torch.bfloat16)
-        and sequences.bounds is None
-        and mask is None
-        and settings.softcap == 0
-        and settings.tau > 0
-    )
-
-
 def launch_discover(
     q: Tensor,
     k: Tensor,

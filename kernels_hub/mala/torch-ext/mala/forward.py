@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .blockwise import Settings
 from .descriptors import descriptor
+from .discover import launch_discover
 from .rule import log2_threshold
 from .support import empty_support
 from .tile_config import TileConfig, padded_head_dim, tile_config
@@ -194,6 +195,7 @@ def launch_forward(
     return_work: bool,
     save_support: bool = False,
     support: Optional[Tensor] = None,
+    discovery: str = "fused",
     candidates: Optional[Tensor] = None,
     config: Optional[TileConfig] = None,
     use_tma: Optional[bool] = None,
@@ -202,8 +204,8 @@ def launch_forward(
     """out, lse, tiles, certificate, support; arguments and shapes as :func:`blockwise.forward`, what is not asked for is None.
 
     ``support``: what an earlier call on the same inputs found. Its tiles are walked and no others scored, with the same bits as result
-    (and it is returned). ``candidates``: a superset of the support; its tiles are tested and no others. A call that is to report its
-    work scores all tiles nevertheless.
+    (and it is returned). ``candidates``: a superset of the support; its tiles are tested and no others; ``discovery="int8"`` finds them
+    first. A call that is to report its work scores all tiles nevertheless.
 
     ``config``, ``use_tma`` and ``use_hopper`` override the shipped launch shape, the choice of loads and of the kernel, for
     measurements and tests.
@@ -228,6 +230,8 @@ def launch_forward(
             sequences.num_sequences, num_heads, num_q_tiles, num_k_tiles, dtype=torch.int8, device=q.device
         )
         certificate = torch.zeros_like(lse)
+    if discovery == "int8" and support is None and not return_work:
+        candidates = launch_discover(q, k, settings, sequences)
     walked = None if return_work else candidates if support is None else support
     is_known = walked is not None and walked is support
     if not is_known:

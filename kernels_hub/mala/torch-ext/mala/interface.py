@@ -13,7 +13,7 @@ from .attend import Call, attend
 from .checks import check_boundaries, check_cache, check_lengths, check_numbers, check_tensors, normalized_mask
 from .query_tile import Settings
 from .tile_config import tile_config
-from .visibility import fixed_sequences, packed_sequences
+from .visibility import Sequences, fixed_sequences, packed_sequences
 
 
 def mala_attn_func(
@@ -33,6 +33,7 @@ def mala_attn_func(
     leftpad_k: Optional[Tensor] = None,
     tile: Optional[tuple[int, int]] = None,
     impl: str = "auto",
+    discovery: str = "auto",
     save_support: Optional[bool] = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -57,6 +58,10 @@ def mala_attn_func(
             leftpad_k[b] <= j < seqused_k[b]; alignment is at the end of both.
         tile: (BLOCK_M, BLOCK_N), part of the rule's definition; default: the shipped table's.
         impl: "auto" (Triton on a GPU, else blockwise), "triton", "blockwise" or "reference".
+        discovery: how the tiles to retain are found. "fused": every tile is scored exactly by the kernel that also attends. "int8":
+            first in INT8 with certified bounds, then exactly among the candidates; the same bits, faster where long sequences keep
+            little, slower where they keep much; not for padded or packed batches, masks, softcap, float32 or tau = 0. A call that
+            returns its work scores all tiles exactly either way. "auto": fused, for now.
         save_support: keep the retained tiles for backward, 1 bit each, so that it scores no others; gradients are the same without.
             None: where a gradient is needed and the bits take at most 1/8 of out's memory. ``Work.support_bytes`` reports it.
         deterministic: demand gradients that repeat bit for bit. All implementations give them anyway.
@@ -86,7 +91,9 @@ def mala_attn_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    call = Call(settings, sequences, _implementation(impl, q), return_work, _save_support(save_support, deterministic))
+    impl = _implementation(impl, q)
+    discovery = _discovery(discovery, impl, q, settings, sequences, mask)
+    call = Call(settings, sequences, impl, return_work, _save_support(save_support, deterministic), discovery)
     out, lse, work = attend(q, k, v, sinks, mask, call)
     return _returned(out, lse, work, return_lse, return_work)
 
@@ -108,6 +115,7 @@ def mala_attn_varlen_func(
     sinks: Optional[Tensor] = None,
     tile: Optional[tuple[int, int]] = None,
     impl: str = "auto",
+    discovery: str = "auto",
     save_support: Optional[bool] = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -135,7 +143,9 @@ def mala_attn_varlen_func(
     longest_k = _longest(k.shape[0], "k", cu_seqlens_k, max_seqlen_k)
     settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, longest_q, longest_k)
     sequences = packed_sequences(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, settings.window[1])
-    call = Call(settings, sequences, _implementation(impl, q), return_work, _save_support(save_support, deterministic))
+    impl = _implementation(impl, q)
+    discovery = _discovery(discovery, impl, q, settings, sequences, None)
+    call = Call(settings, sequences, impl, return_work, _save_support(save_support, deterministic), discovery)
     out, lse, work = attend(q[None], k[None], v[None], sinks, None, call)
     return _returned(out[0], lse[0], work, return_lse, return_work)
 
@@ -157,6 +167,7 @@ def mala_attn_with_kvcache_func(
     sinks: Optional[Tensor] = None,
     tile: Optional[tuple[int, int]] = None,
     impl: str = "auto",
+    discovery: str = "auto",
     save_support: Optional[bool] = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -193,8 +204,8 @@ def mala_attn_with_kvcache_func(
     return mala_attn_func(
         q, k_cache, v_cache,
         tau=tau, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks,
-        seqused_k=seqused_k, leftpad_k=leftpad_k, tile=tile, impl=impl, save_support=save_support, deterministic=deterministic,
-        return_lse=return_lse, return_work=return_work,
+        seqused_k=seqused_k, leftpad_k=leftpad_k, tile=tile, impl=impl, discovery=discovery, save_support=save_support,
+        deterministic=deterministic, return_lse=return_lse, return_work=return_work,
     )  # fmt: skip
 
 
@@ -227,6 +238,25 @@ def _save_support(save_support: Optional[bool], deterministic: bool) -> Optional
         if not isinstance(flag, bool) and not (flag is None and name == "save_support"):
             raise ValueError(f"{name} must be True or False, got {flag!r}")
     return save_support
+
+
+def _discovery(discovery: str, impl: str, q: Tensor, settings: Settings, sequences: Sequences, mask) -> str:
+    if discovery not in ("auto", "fused", "int8"):
+        raise ValueError(f"discovery must be 'auto', 'fused' or 'int8', got {discovery!r}")
+    if discovery != "int8":
+        return "fused"
+    uncovered = {
+        f"impl={impl!r}": impl != "triton",
+        f"{q.dtype} inputs": q.dtype not in (torch.float16, torch.bfloat16),
+        "padded or packed sequences": sequences.bounds is not None,
+        "a mask": mask is not None,
+        "softcap": settings.softcap > 0,
+        "tau = 0": settings.tau == 0,
+    }
+    found = [name for name, is_there in uncovered.items() if is_there]
+    if found:
+        raise ValueError(f"discovery='int8' does not cover {', '.join(found)}: use discovery='auto'")
+    return discovery
 
 
 def _implementation(impl: str, q: Tensor) -> str:

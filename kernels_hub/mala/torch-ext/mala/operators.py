@@ -37,6 +37,7 @@ def forward(
     block_m: int,
     block_n: int,
     impl: str,
+    discovery: str,
     return_work: bool,
     save_support: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -51,7 +52,9 @@ def forward(
         if impl == "triton":
             from .forward import launch_forward  # triton is needed only here
 
-            results = launch_forward(q, k, v, settings, sequences, sinks, mask, return_work, save_support, support)
+            results = launch_forward(
+                q, k, v, settings, sequences, sinks, mask, return_work, save_support, support, discovery
+            )
         elif impl == "reference":
             results = *reference.forward_sequences(q, k, v, settings, sequences, sinks, mask), None
         else:
@@ -122,7 +125,7 @@ def _sequences(q, k, bounds, max_seqlen_q, max_seqlen_k, is_packed, window_right
 
 @forward.register_fake
 def _(q, k, v, sinks, mask, bounds, support, max_seqlen_q, max_seqlen_k, is_packed, tau, softmax_scale, window_left,
-      window_right, softcap, block_m, block_n, impl, return_work, save_support):  # fmt: skip
+      window_right, softcap, block_m, block_n, impl, discovery, return_work, save_support):  # fmt: skip
     batch, seqlen_q, num_heads, _ = q.shape
     num_sequences = batch if bounds is None else bounds.shape[0]
     q_tiles, k_tiles = -(-max_seqlen_q // block_m), -(-max_seqlen_k // block_n)
@@ -146,7 +149,7 @@ def _(q, k, v, sinks, mask, bounds, support, out, lse, do, max_seqlen_q, max_seq
 
 
 NUM_TENSORS = 7  # of forward, before its numbers
-NUM_FLAGS = 2  # after them: return_work, save_support
+NUM_FLAGS = 3  # after them: discovery, return_work, save_support
 
 
 def _remember(ctx, inputs, output) -> None:
