@@ -167,11 +167,11 @@ def two_kernels(tmp_path):
     loaded = []
     for name in ("first", "second"):
         copy = shutil.copytree(KERNEL, tmp_path / name, ignore=shutil.ignore_patterns("build", "__pycache__"))
-        if name == "second":
-            operators = copy / "torch-ext" / "mala" / "operators.py"
-            text = operators.read_text()
-            assert text.count("\n        out,\n") == 1
-            operators.write_text(text.replace("\n        out,\n", "\n        2 * out,\n"))
+        operators = copy / "torch-ext" / "mala" / "operators.py"
+        text = operators.read_text()
+        assert text.count("\n        out,\n") == 1
+        factor = {"first": "1", "second": "2"}[name]
+        operators.write_text(text.replace("\n        out,\n", f"\n        {factor} * out,\n"))
         build(copy / "build", copy)
         loaded.append(kernels.get_local_kernel(copy))
     yield loaded
@@ -198,3 +198,12 @@ def test_two_versions_in_one_process_share_no_module_operator_or_setting(two_ker
         assert operator.name() == f"{kernel.__name__}::forward"
         folder = Path(kernel.__file__).parent
         assert all(Path(module.__file__).is_relative_to(folder) for module in modules(kernel).values())
+
+
+def test_one_build_from_two_folders_is_one_kernel(hub_kernel, tmp_path):
+    """As with two revisions of a repository that differ in other files."""
+    copy = shutil.copytree(hub_kernel, tmp_path / "copy")
+    first, second = (kernels.get_local_kernel(folder) for folder in (hub_kernel, copy))
+    assert first.mala_attn_func is second.mala_attn_func
+    q, k, v = torch.randn(3, 1, 20, 2, 16)
+    assert torch.equal(first.mala_attn_func(q, k, v), second.mala_attn_func(q, k, v))
