@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_operator import BASELINES, CHECKED_ROWS, measured_slots, peak_bytes, sdpa, time_ms
+from bench_operator import BASELINES, CHECKED_ROWS, graphed, measured_slots, peak_bytes, sdpa, time_ms
 from torch import Tensor
 
 from mala_hf.info import versions
@@ -67,21 +67,9 @@ def errors(attention: Callable[[Inputs], Tensor], inputs: Inputs, do: Tensor, tr
     ]
 
 
-def graphed_backward(
-    attention: Callable[[Inputs], Tensor], inputs: Inputs, do: Tensor
-) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """The backward alone as a CUDA graph, and the output that keeps alive what it reads."""
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        out = attention(inputs)
-        for _ in range(2):  # whatever is done once only
-            torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), do, retain_graph=True)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), do, retain_graph=True)
-    torch.cuda.synchronize()
-    return graph, out
+def backward_of(out: Tensor, inputs: Inputs, do: Tensor) -> Callable[[], Any]:
+    """The backward of that forward, to be run any number of times."""
+    return lambda: torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), do, retain_graph=True)
 
 
 def measure(seqlen: int, slots: float, shape: dict[str, int], budget_ms: float) -> dict[str, Any]:
@@ -114,14 +102,14 @@ def measure(seqlen: int, slots: float, shape: dict[str, int], budget_ms: float) 
             torch.autograd.grad(attention(inputs), (inputs.q, inputs.k, inputs.v), do)
 
         memory = peak_bytes(step)
-        graph, out = graphed_backward(attention, inputs, do)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):  # a backward runs where its forward ran
+            backward = backward_of(attention(inputs), inputs, do)
+        graph = graphed(backward, stream)
         times = time_ms(graph.replay, budget_ms)
-        del graph, out
-        out = attention(inputs)
-        eager = time_ms(
-            lambda out=out: torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), do, retain_graph=True), budget_ms
-        )["median_ms"]
-        del out
+        del graph
+        eager = time_ms(backward_of(attention(inputs), inputs, do), budget_ms)["median_ms"]
+        del backward
         both = time_ms(step, budget_ms)["median_ms"]
         row[name] = {
             "relative_errors": found,

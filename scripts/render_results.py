@@ -32,17 +32,19 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def forward() -> str:
-    """Forward times: MALA at tau = 1, its own full attention (tau = 0), and torch's."""
-    names = ("mala", "mala_tau0", "sdpa_cudnn", "sdpa_flash")
+    """Forward times: MALA at tau = 1, with discovery in INT8, its own full attention (tau = 0), and torch's."""
+    names = ("mala", "mala_int8", "mala_tau0", "sdpa_cudnn", "sdpa_flash")
     header = [
         "tokens",
         "retained slots per query",
         "work",
         "MALA, ms",
+        "INT8 discovery",
         "MALA at tau 0",
         "cuDNN",
         "FlashAttention-2",
         "speedup over cuDNN",
+        "with INT8 discovery",
     ]
     rows = [
         [
@@ -50,10 +52,74 @@ def forward() -> str:
             f"{row['key_slots_per_query']:,.0f}",
             f"{100 * row['work_fraction']:.1f} %",
             *(f"{row[name]['median_ms']:.3f}" for name in names),
-            f"{row['speedup_over_cudnn']:.2f}x",
+            *(f"{row[name]['speedup_over_cudnn']:.2f}x" for name in ("mala", "mala_int8")),
         ]
         for row in results("forward_h200")["rows"]
     ]
+    return table(header, rows)
+
+
+def backward() -> str:
+    """Backward times of both forms and of torch's attention; one forward and backward, and its memory, of the default form."""
+    header = [
+        "tokens",
+        "retained slots per query",
+        "MALA, ms",
+        "state-only",
+        "cuDNN",
+        "FlashAttention-2",
+        "speedup over cuDNN",
+        "state-only",
+        "forward + backward",
+        "cuDNN",
+        "peak memory, MiB",
+        "cuDNN",
+        "support, KiB",
+    ]
+    rows = []
+    for row in results("backward_h200")["rows"]:
+        ours, cudnn = row["mala"], row["sdpa_cudnn"]
+        names = ("mala", "mala_state_only", "sdpa_cudnn", "sdpa_flash")
+        rows.append(
+            [
+                f"{row['seqlen']:,}",
+                f"{row['key_slots_per_query']:,.0f}",
+                *(f"{row[name]['median_ms']:.3f}" for name in names),
+                *(f"{row[name]['speedup_over_cudnn']:.1f}x" for name in ("mala", "mala_state_only")),
+                *(f"{x['forward_and_backward_ms']:.2f}" for x in (ours, cudnn)),
+                *(f"{x['step_peak_bytes'] / 2**20:,.0f}" for x in (ours, cudnn)),
+                f"{row['support_bytes'] / 2**10:,.0f}",
+            ]
+        )
+    return table(header, rows)
+
+
+def gradients() -> str:
+    """Errors of the gradients against full attention in float32, on captured activations."""
+    header = [
+        "tokens",
+        "group",
+        "work by head",
+        "output",
+        "dQ",
+        "dK",
+        "dV",
+        "bfloat16: dQ",
+        "full attention's",
+        "dK",
+        "full",
+        "dV",
+        "full",
+    ]
+    rows = []
+    for row in results("gradients_h200")["rows"]:
+        exact, rounded = row["float32"], row["bfloat16"]
+        work = " ".join(f"{100 * fraction:.0f}" for fraction in exact["work_fraction"])
+        errors = [f"{100 * exact[f'{name}_error']:.3f} %" for name in ("output", "dq", "dk", "dv")]
+        pairs = [
+            f"{100 * rounded[f'{full}{name}_error']:.3f} %" for name in ("dq", "dk", "dv") for full in ("", "full_")
+        ]
+        rows.append([f"{row['seqlen']:,}", row["group"], f"{work} %", *errors, *pairs])
     return table(header, rows)
 
 
@@ -147,7 +213,14 @@ def gpu_cells(run: dict[str, Any]) -> list[str]:
     return [f"{run['steps_per_second']:.2f}", f"{run['peak_bytes'] / 2**30:.2f}"]
 
 
-TABLES = {"forward": forward, "perplexity": perplexity, "blockwise": blockwise, "training": training}
+TABLES = {
+    "forward": forward,
+    "backward": backward,
+    "gradients": gradients,
+    "perplexity": perplexity,
+    "blockwise": blockwise,
+    "training": training,
+}
 
 
 def rendered(text: str) -> str:
