@@ -7,8 +7,9 @@ VENV_FLAGS ?=
 TORCH ?= $(if $(findstring system-site-packages,$(VENV_FLAGS)),torch triton,torch==2.13.0 triton==3.7.1)
 # the middle of the declared range, and the newest release whose Hub kernels work with kernels 0.17
 TRANSFORMERS ?= transformers==5.22.2
-OLDEST ?= transformers==5.17.0
-NEWEST ?= transformers>=5.17,<5.25
+# with the release of kernels that it asks for; the one that 5.24 asks for is on no index yet
+OLDEST ?= 'transformers==5.17.0' 'kernels==0.16.2'
+NEWEST ?= 'transformers>=5.17,<5.25'
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() or 1, 8))')
 PYTEST_FLAGS ?=
 DEMO_FLAGS ?=
@@ -75,5 +76,5 @@ clean: ## remove what make made
 # only Transformers and what it needs, laid over .venv: torch is installed once
 .overlays/%/done: .venv/torch
 	rm -rf $(@D)
-	$(PIP) --target $(@D) '$($(if $(filter oldest,$*),OLDEST,NEWEST))'
+	$(PIP) --target $(@D) $($(if $(filter oldest,$*),OLDEST,NEWEST))
 	@touch $@

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_model import save_tiny_checkpoint
+from transformers.utils import is_kernels_available
 
 from mala_hf.cli import build_parser
 
@@ -29,11 +31,25 @@ def test_the_python_of_the_readme_runs_in_its_order(tmp_path, capsys):
     assert names["model"].config._attn_implementation == "mala"
 
 
+@pytest.mark.transformers
+@pytest.mark.parametrize("page", ["docs/kernel_hub.md", "kernels_hub/mala/CARD.md"])
+def test_the_python_of_the_kernel_hub_pages_runs(page, hub_kernel, tmp_path, monkeypatch):
+    if not is_kernels_available():
+        pytest.skip("this Transformers wants another release of kernels")
+    monkeypatch.setenv("LOCAL_KERNELS", f"mala-hf/mala-flash-attn={hub_kernel}")
+    checkpoint, names = save_tiny_checkpoint(tmp_path), {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(checkpoint)), names)
+    assert names["model"](torch.arange(9)[None]).logits.isfinite().all()
+
+
 def test_the_first_example_has_at_most_ten_lines_that_do_something():
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 10
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/rule.md", "docs/performance.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/rule.md", "docs/performance.md", "docs/kernel_hub.md"])
 def test_links_to_files_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text("utf-8"))
     assert links

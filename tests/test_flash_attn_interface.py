@@ -72,6 +72,8 @@ def test_the_longest_sequence_may_be_a_tensor_or_missing():
         flash_attn_varlen_func(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=n, max_seqlen_k=n)
         for n in (35, torch.tensor(35), None)
     ]
+    # paged attention of older Transformers gives the lengths by position
+    assert torch.equal(flash_attn_varlen_func(q, k, v, bounds, bounds, 35, 35), outs[0])
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 

@@ -18,6 +18,8 @@ from mala_hf.ops import hf as ours
 
 kernels = pytest.importorskip("kernels")
 
+pytestmark = pytest.mark.transformers
+
 REPOSITORY = "mala-hf/mala-flash-attn"
 ON_KERNEL = MalaConfig(kernel=REPOSITORY, tile=tuple(SMALL_TILE))
 

@@ -52,14 +52,13 @@ def test_importing_adds_two_names_and_changes_nothing_else_of_transformers():
         added = [(name, key) for name, key in added if name != "transformers" or key not in public]
         print(sorted(lost), sorted(added))
     """)
-    assert out.strip() == "[] " + str(
-        sorted(
-            (f"mapping of {kind}", name)
-            for kind in ("AttentionInterface", "AttentionMaskInterface")
-            for name in ("mala", "mala_reference")
-        )
-        + [("torch.ops", "mala_hf")]  # the namespace of our operators
+    mappings = sorted(
+        (f"mapping of {kind}", name)
+        for kind in ("AttentionInterface", "AttentionMaskInterface")
+        for name in ("mala", "mala_reference")
     )
+    namespace_of_our_operators = ("torch.ops", "mala_hf")
+    assert out.strip() == f"[] {[*mappings, namespace_of_our_operators]}"
 
 
 def test_importing_needs_neither_triton_nor_cuda():

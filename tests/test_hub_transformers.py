@@ -18,6 +18,8 @@ if not is_kernels_available():
 
 from kernels import get_kernel
 
+pytestmark = pytest.mark.transformers
+
 REPOSITORY = "mala-hf/mala-flash-attn"
 LENGTH, NEW = 40, 6
 # GPT-OSS lists the kernels that it accepts; layers of Qwen2-MoE tell no FlashAttention their window
