@@ -137,10 +137,11 @@ def _short_mask(request: _Request, mask_function: Callable) -> tuple[bool, Tenso
         is_square = r.q_length == r.kv_length and not isinstance(r.q_offset, Tensor)
         if not is_square or not r.may_be_none or mask_function is not causal_mask_function:
             return NOT_SHORT
-        is_read_later = torch.compiler.is_compiling() and r.attention_mask is not None
-        if is_read_later and r.attention_mask.shape[1] == r.kv_length:
+        if r.attention_mask is None:
+            return True, None
+        if torch.compiler.is_compiling() and r.attention_mask.shape[1] == r.kv_length:
             return True, r.attention_mask  # the graph asserts that it has no holes
-        return (True, None) if r.attention_mask is None else NOT_SHORT
+        return NOT_SHORT
     pattern = read_pattern(mask_function)
     if pattern is None:
         return NOT_SHORT

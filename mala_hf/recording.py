@@ -37,6 +37,7 @@ class LayerWork:
         name: of the module in the model. index: its ``layer_idx``, or None.
         tau: None where the layer ran torch's SDPA, whose work is not counted.
         impls, tiles: what ran; several tiles where prefill and decode use their own.
+        support_bytes: the most that one forward kept of its retained tiles until backward.
         rows: query rows, summed over sequences and forwards.
     """
 
@@ -46,6 +47,7 @@ class LayerWork:
     impls: set[str] = field(default_factory=set)
     tiles: set[tuple[int, int]] = field(default_factory=set)
     forwards: int = 0
+    support_bytes: int = 0
     _sums: Tensor | None = field(
         default=None, repr=False
     )  # float64 (4, num_heads): rows, key slots, visible slots, bounds
@@ -60,6 +62,7 @@ class LayerWork:
             return
         self.impls.add(work.impl)
         self.tiles.add(work.tile)
+        self.support_bytes = max(self.support_bytes, work.support_bytes)
         sums, histogram = _reduced(work)
         self._sums = sums if self._sums is None else self._sums + sums
         self._histogram = histogram if self._histogram is None else self._histogram + histogram
@@ -111,6 +114,7 @@ class LayerWork:
             "impls": sorted(self.impls),
             "tiles": sorted(list(tile) for tile in self.tiles),
             "forwards": self.forwards,
+            "support_bytes": self.support_bytes,
             "rows": self.rows,
             "key_slots_per_query": self.key_slots_per_query.tolist(),
             "visible_slots_per_query": self.visible_slots_per_query.tolist(),
@@ -193,8 +197,10 @@ class WorkReport:
             )
         tiles = sorted({tile for work in self._by_name.values() for tile in work.tiles})
         impls = sorted({impl for work in self._by_name.values() for impl in work.impls})
+        kept = sum(work.support_bytes for work in self._by_name.values())
         lines.append(
             f"all: work {self.work_fraction:.1%}; tiles {', '.join(f'{m}x{n}' for m, n in tiles)}; {', '.join(impls)}"
+            + (f"; {kept:,} bytes kept for backward" if kept else "")
         )
         return "\n".join(lines)
 

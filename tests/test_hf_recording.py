@@ -11,7 +11,7 @@ import torch
 from models import SMALL_TILE, bart, padding, tiny, tokens
 from torch.testing import assert_close
 
-from mala_hf import ops, record_work
+from mala_hf import MalaConfig, ops, patch_model, record_work
 from mala_hf.ops import hf
 from mala_hf.recording import LayerWork
 
@@ -155,3 +155,18 @@ def test_rows_that_see_nothing_leave_a_readable_report():
     report = recorded(tiny("llama"), {"input_ids": tokens(1, 8), "attention_mask": torch.zeros(1, 8, dtype=torch.long)})
     assert report.work_fraction == 1.0
     assert "nan" not in str(report)
+
+
+def test_training_reports_what_it_keeps_for_backward():
+    model, ids = tiny("llama", peaked=4), tokens(2, 40)
+    patch_model(model, MalaConfig(tile=(4, 4)))
+    reports = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), record_work(model) as report:
+            model(ids)
+            model(ids[:, :10])
+        reports.append(report)
+    # 2 sequences, 4 heads, 10 query tiles, one word of 4 bytes for 10 key tiles
+    assert [work.support_bytes for work in reports[0].layers.values()] == [2 * 4 * 10 * 4] * 2
+    assert str(reports[0]).endswith("blockwise; 640 bytes kept for backward")
+    assert str(reports[1]).endswith("blockwise")

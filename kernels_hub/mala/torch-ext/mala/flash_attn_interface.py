@@ -173,8 +173,8 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         _write_pages(k_cache, v_cache, k, v, block_table, cache_seqlens)
         filled = cache_seqlens + k.shape[1]
-    pages = block_table.long().clamp(min=0)  # tables are filled up with -1
-    k_cache, v_cache = (cache[pages].flatten(1, 2) for cache in (k_cache, v_cache))
+    # tables are filled up with -1, the last page: whatever it holds lies behind the filled keys
+    k_cache, v_cache = (cache[block_table.long()].flatten(1, 2) for cache in (k_cache, v_cache))
     return mala_attn_with_kvcache_func(q, k_cache, v_cache, cache_seqlens=filled, **options)
 
 
