@@ -59,39 +59,49 @@ def forward() -> str:
     return table(header, rows)
 
 
-def backward() -> str:
-    """Backward times of both forms and of torch's attention; one forward and backward, and its memory, of the default form."""
-    header = [
-        "tokens",
-        "retained slots per query",
-        "MALA, ms",
-        "state-only",
-        "cuDNN",
-        "FlashAttention-2",
-        "speedup over cuDNN",
-        "state-only",
-        "forward + backward",
-        "cuDNN",
-        "peak memory, MiB",
-        "cuDNN",
-        "support, KiB",
+def backward_rows(name: str) -> list[list[str]]:
+    """Backward times of both forms and of torch's attention."""
+    names = ("mala", "mala_state_only", "sdpa_cudnn", "sdpa_flash")
+    return [
+        [
+            f"{row['seqlen']:,}",
+            f"{row['key_slots_per_query']:,.0f}",
+            *(f"{row[name]['median_ms']:.3f}" for name in names),
+            *(f"{row[name]['speedup_over_cudnn']:.1f}x" for name in names[:2]),
+        ]
+        for row in results(name)["rows"]
     ]
+
+
+def backward(name: str = "backward_h200") -> str:
+    """Backward, device time."""
+    header = ["tokens", "retained slots per query", "MALA, ms", "state-only", "cuDNN", "FlashAttention-2"]
+    return table([*header, "speedup over cuDNN", "state-only"], backward_rows(name))
+
+
+def backward_eager() -> str:
+    """Backward, run eagerly: what short calls cost on the host shows."""
+    return backward("backward_eager_h200")
+
+
+def steps() -> str:
+    """One forward and backward of the default form, and its memory."""
+    header = ["tokens", "retained slots per query", "MALA, ms", "cuDNN", "speedup"]
     rows = []
-    for row in results("backward_h200")["rows"]:
+    for row in results("backward_eager_h200")["rows"]:
         ours, cudnn = row["mala"], row["sdpa_cudnn"]
-        names = ("mala", "mala_state_only", "sdpa_cudnn", "sdpa_flash")
+        times = [x["forward_and_backward_ms"] for x in (ours, cudnn)]
         rows.append(
             [
                 f"{row['seqlen']:,}",
                 f"{row['key_slots_per_query']:,.0f}",
-                *(f"{row[name]['median_ms']:.3f}" for name in names),
-                *(f"{row[name]['speedup_over_cudnn']:.1f}x" for name in ("mala", "mala_state_only")),
-                *(f"{x['forward_and_backward_ms']:.2f}" for x in (ours, cudnn)),
+                *(f"{time:.2f}" for time in times),
+                f"{times[1] / times[0]:.1f}x",
                 *(f"{x['step_peak_bytes'] / 2**20:,.0f}" for x in (ours, cudnn)),
                 f"{row['support_bytes'] / 2**10:,.0f}",
             ]
         )
-    return table(header, rows)
+    return table([*header, "peak memory, MiB", "cuDNN", "of it support, KiB"], rows)
 
 
 def gradients() -> str:
@@ -216,6 +226,8 @@ def gpu_cells(run: dict[str, Any]) -> list[str]:
 TABLES = {
     "forward": forward,
     "backward": backward,
+    "backward_eager": backward_eager,
+    "steps": steps,
     "gradients": gradients,
     "perplexity": perplexity,
     "blockwise": blockwise,
