@@ -142,3 +142,31 @@ def test_dropout_is_refused_while_training():
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match="dropout"):
         on_kernel(model.train())(tokens(1, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_on_a_gpu_it_runs_the_triton_kernels(family, kernel):
+    model, mask = tiny(family, peaked=3).to("cuda", torch.bfloat16), padding(300, (0, 300), (77, 300)).cuda()
+    inputs = {"input_ids": tokens(2, 300).cuda(), "attention_mask": mask}
+    with attention(model, "mala"):
+        expected = logits(model, **inputs)[mask.bool()]
+    with attention(model, "eager"):
+        eager = logits(model, **inputs)[mask.bool()]
+    got = logits(on_kernel(model), **inputs)[mask.bool()]
+    assert (got - expected).norm() <= (eager - expected).norm() + 1e-6  # less than another order of sums makes
+    q = torch.randn(1, 300, 4, 16, device="cuda", dtype=torch.bfloat16)
+    assert kernel.mala_attn_func(q, q, q, return_work=True)[1].impl == "triton"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_continuous_batching_generates_the_same_tokens():
+    model = tiny("llama", peaked=3).cuda()
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (20, 7, 13)]
+    outputs = on_kernel(model).generate_batch(prompts, max_new_tokens=NEW, progress_bar=False)
+    got = {tuple(out.prompt_ids): out.generated_tokens for out in outputs.values()}
+    with attention(model, "mala"):
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device="cuda")
+            expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :]
+            assert got[tuple(prompt)] == expected.tolist()
