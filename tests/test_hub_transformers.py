@@ -170,3 +170,16 @@ def test_on_a_gpu_continuous_batching_generates_the_same_tokens():
             ids = torch.tensor([prompt], device="cuda")
             expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :]
             assert got[tuple(prompt)] == expected.tolist()
+
+
+@pytest.mark.parametrize("blocks", [None, PADDED["left"]], ids=["plain", "left"])
+def test_a_compiled_model_gives_the_same_logits(blocks):
+    """Padding breaks the graph in Transformers' own wrapper, which reads values; without, it is one graph."""
+    model, ids = on_kernel(tiny("llama", peaked=3).bfloat16()), tokens(2, LENGTH)
+    mask = None if blocks is None else padding(LENGTH, *blocks)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=blocks is None)
+    assert torch.equal(
+        logits(compiled, input_ids=ids, attention_mask=mask), logits(model, input_ids=ids, attention_mask=mask)
+    )
+    torch._dynamo.reset()
