@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from .checkpoint import OFFLINE_MODEL, load_model
 from .fidelity import LayerFidelity, attention_fidelity
-from .info import versions
+from .info import device_name, versions
 from .perplexity import check_positions, logit_agreement, token_nll, using_implementation, window_logits
 from .text import read_text
 
@@ -199,10 +199,3 @@ def matching_prefix(first: list[int], second: list[int]) -> int:
     return next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
-
-
-def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or the CPU and its thread count."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({torch.get_num_threads()} threads)"

@@ -27,6 +27,13 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or the CPU and its thread count."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)"
+
+
 def info(head_dim: int = 128) -> dict[str, Any]:
     """Return versions, device, the implementation that ``impl="auto"`` runs, the tiles for ``head_dim``, and registered names.
 

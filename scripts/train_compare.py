@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from training_runs import Attention, Settings, compare, text_windows
 
 from mala_hf.checkpoint import OFFLINE_MODEL, load_model
-from mala_hf.demo import device_name
-from mala_hf.info import versions
+from mala_hf.info import device_name, versions
 from mala_hf.perplexity import check_positions
 from mala_hf.text import read_text
 

@@ -41,10 +41,9 @@ def run(options: argparse.Namespace) -> None:
     from tqdm.auto import tqdm
 
     from ..checkpoint import OFFLINE_MODEL, load_model
-    from ..demo import device_name
     from ..documents import read_dataset, read_documents
     from ..implementations import implementations_of
-    from ..info import versions
+    from ..info import device_name, versions
     from ..perplexity import compare_implementations
     from ..rope_scaling import read_rope_scaling
     from ..windows import beginning_token, tokenize

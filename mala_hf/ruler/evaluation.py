@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from ..checkpoint import OFFLINE_MODEL, load_model, load_tokenizer
-from ..demo import device_name
 from ..implementations import Implementation, using_implementation
+from ..info import device_name
 from ..perplexity import check_positions
 from .answer_store import AnswerStore, Key, key_of
 from .answering import greedy_answers, stop_tokens
