@@ -13,7 +13,7 @@ from .ops.support_reuse import records_support
 
 KERNEL_VERSION = 1  # of the Hub repository, branch v1
 
-_adapters: dict[str, ModuleType] = {}
+_loaded: dict[str, tuple[ModuleType, ModuleType]] = {}  # kernel, its adapter
 
 
 def load_kernel(name: str, *, trust_remote_code: bool = False) -> ModuleType:
@@ -29,10 +29,10 @@ def load_kernel(name: str, *, trust_remote_code: bool = False) -> ModuleType:
         ValueError: for a publisher that is not trusted; for a kernel that is not MALA's, or not of this package's version.
     """
     check_kernel_name(name)
-    if name not in _adapters:
+    if name not in _loaded:
         kernel = _fetched(name, trust_remote_code)
-        _adapters[name] = _adapter_in(kernel, name)
-    return importlib.import_module(_adapters[name].__name__.rpartition(".")[0])
+        _loaded[name] = kernel, _adapter_in(kernel, name)
+    return _loaded[name][0]
 
 
 def adapter_of(module: Any) -> ModuleType:
@@ -45,7 +45,7 @@ def adapter_of(module: Any) -> ModuleType:
     name = mala.get("kernel") if isinstance(mala, dict) else None
     if name is None:
         return ours
-    if name not in _adapters:
+    if name not in _loaded:
         raise ValueError(
             f"this model's settings name the Hub kernel {name!r}, which this process has not loaded: call "
             f"mala_hf.load_kernel({name!r}) first, or choose other settings with mala_hf.patch_model"
@@ -54,7 +54,7 @@ def adapter_of(module: Any) -> ModuleType:
         raise ValueError(
             f"mala_hf.reuse_support does not reach the Hub kernel {name!r}: use load_kernel({name!r}).reuse_support"
         )
-    return _adapters[name]
+    return _loaded[name][1]
 
 
 def _fetched(name: str, trust_remote_code: bool) -> ModuleType:

@@ -28,7 +28,7 @@ ON_KERNEL = MalaConfig(kernel=REPOSITORY, tile=tuple(SMALL_TILE))
 def here(hub_kernel, monkeypatch):
     """The artifact under its name, not loaded yet as far as this package knows."""
     monkeypatch.setenv("LOCAL_KERNELS", f"{REPOSITORY}={hub_kernel}")
-    monkeypatch.setattr(hub, "_adapters", {})
+    monkeypatch.setattr(hub, "_loaded", {})
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_patched_model_compiles_on_the_kernel(calls):
 
 def test_settings_of_a_checkpoint_alone_start_no_kernel(tmp_path, calls):
     mala_hf.patch_model(tiny("llama"), ON_KERNEL).save_pretrained(tmp_path)
-    hub._adapters.clear()
+    hub._loaded.clear()
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="mala")
     assert MalaConfig.from_dict(model.config.mala) == ON_KERNEL
     with pytest.raises(ValueError, match=r"has not loaded: call mala_hf.load_kernel\('mala-hf/mala-flash-attn'\)"):

@@ -29,7 +29,6 @@ LENT = ("torch", "triton", "kernels", "transformers")
 # each sets ``mala``
 LOADING = {
     "folder": "mala = kernels.get_local_kernel(Path(sys.argv[1]))",
-    "variant folder": "mala = kernels.get_local_kernel(Path(sys.argv[1]) / 'build' / kernel_variant())",
     "local override": f"mala = kernels.get_kernel({REPOSITORY!r}, version=1)",
     "cache": f"mala = kernels.get_kernel({REPOSITORY!r}, version=1)",
 }
@@ -44,9 +43,6 @@ def no_network(*args, **kwargs):
 socket.getaddrinfo = socket.socket.connect = no_network
 assert importlib.util.find_spec("mala_hf") is None, "this package is here"
 import torch, kernels
-
-def kernel_variant():
-    return "torch-cuda" if torch.version.cuda else "torch-cpu"
 
 LOADING
 device = "cuda" if torch.cuda.is_available() else "cpu"
