@@ -144,8 +144,8 @@ def test_a_flag_written_by_hand_must_be_one(settings):
 @pytest.mark.parametrize(("saves", "tile"), [(True, (1, 1)), (False, (4, 4))])
 def test_a_model_saves_its_support_as_its_settings_say(saves, tile, monkeypatch):
     """Left alone, it is saved where it is small; gradients are the same."""
-    saved, forward = [], operators.forward
-    monkeypatch.setattr(operators, "forward", lambda *call: saved.append((out := forward(*call))[4].numel()) or out)
+    saved, forward = [], operators.run_forward
+    monkeypatch.setattr(operators, "run_forward", lambda *call: saved.append((out := forward(*call))[4].numel()) or out)
     gradients = []
     for settings in ({}, {"save_support": saves, "deterministic": True}):
         model = mala_hf.patch_model(tiny("llama", peaked=4).train(), MalaConfig(tile=tile, **settings))

@@ -108,8 +108,8 @@ def test_work_is_recorded_under_gradient_checkpointing(kind):
 def test_each_layer_recomputes_with_its_own_support(monkeypatch):
     model = with_attention(tiny("llama", peaked=4), "mala", tile=SMALL_TILE)
     model.gradient_checkpointing_enable(CHECKPOINTING["reused support"])
-    calls, forward = [], operators.forward
-    monkeypatch.setattr(operators, "forward", lambda *args: calls.append((args, forward(*args))) or calls[-1][1])
+    calls, forward = [], operators.run_forward
+    monkeypatch.setattr(operators, "run_forward", lambda *args: calls.append((args, forward(*args))) or calls[-1][1])
     step(model)
     (_, first), (_, second) = calls[:2]
     known = [
@@ -142,11 +142,11 @@ def test_autocast_trains_as_closely_as_eager_under_autocast(family):
 
 def test_the_saved_support_changes_no_bit_of_a_step(monkeypatch):
     model = tiny("llama", peaked=4)
-    saved, forward = [], operators.forward
-    monkeypatch.setattr(operators, "forward", lambda *args: saved.append(args[-1]) or forward(*args))
+    saved, forward = [], operators.run_forward
+    monkeypatch.setattr(operators, "run_forward", lambda *args: saved.append(args[-1]) or forward(*args))
     with_support = step(with_attention(model, "mala", tile=SMALL_TILE))
     assert saved == [True, True]
-    monkeypatch.setattr(operators, "forward", lambda *args: forward(*args[:-1], False))
+    monkeypatch.setattr(operators, "run_forward", lambda *args: forward(*args[:-1], False))
     assert_same_bits(step(with_attention(model, "mala", tile=SMALL_TILE)), with_support)
 
 

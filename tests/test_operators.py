@@ -12,7 +12,9 @@ from calls import Call, build
 from helpers import random_gradient
 from inputs import Case
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mala_hf.ops import mala_attn_func, operators, query_tile
 from mala_hf.ops.support_bits import pack_support, unpack_support
@@ -59,6 +61,7 @@ class Spy:
 @pytest.fixture
 def spies(monkeypatch) -> tuple[Spy, Spy]:
     """Arguments of the calls of forward and backward."""
+    monkeypatch.setattr(operators, "needs_operator", lambda tensors: True)
     found = Spy(operators.forward), Spy(operators.backward)
     for name, spy in zip(("forward", "backward"), found, strict=True):
         monkeypatch.setattr(operators, name, spy)
@@ -178,8 +181,42 @@ def test_only_out_carries_a_gradient():
     assert not any(x.requires_grad for x in (lse, work.tiles, work.certificate))
 
 
+@every_case
+def test_plain_autograd_and_the_operators_give_the_same_bits(case, spies):
+    call = build(case)
+    through_operators = gradients(call, save_support=True)
+    assert [len(spy.calls) for spy in spies] == [1, 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operators, "needs_operator", lambda tensors: False)
+        for spy in spies:
+            spy._init_fn = spy.operator._init_fn
+        plain = gradients(call, save_support=True)
+    assert [len(spy.calls) for spy in spies] == [1, 1]
+    assert all(torch.equal(plain[name], through_operators[name]) for name in plain)
+
+
+def test_what_has_to_see_an_operator_does():
+    class Modes(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    call = build(Case(seqlen_q=20))
+    with Modes() as mode:
+        call.run("blockwise")
+    assert "mala_hf.forward.default" in mode.seen
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(call.run("blockwise")) is FakeTensor
+
+
+@pytest.mark.parametrize("as_operator", [False, True])
 @pytest.mark.parametrize("impl", ["blockwise", "reference"])
-def test_a_second_derivative_is_refused(impl):
+def test_a_second_derivative_is_refused(impl, as_operator, monkeypatch):
+    monkeypatch.setattr(operators, "needs_operator", lambda tensors: as_operator)
     leaves, call = leaves_of(build(Case(seqlen_q=20)))
     (dq,) = torch.autograd.grad(call.run(impl).square().sum(), leaves["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated once more"):

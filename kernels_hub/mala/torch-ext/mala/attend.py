@@ -44,7 +44,7 @@ def attend(
     saves = known is None and (records or _saves_support(call, q, k, v, sinks, shape))
     if call.impl == "reference" and (saves or known is not None):
         raise ValueError("the reference scores every tile again and saves no support: leave save_support at None")
-    out, lse, tiles, certificate, found = operators.forward(
+    out, lse, tiles, certificate, found = operators.run_forward(
         q, k, v, sinks, mask, sequences.bounds, known, sequences.max_seqlen_q, sequences.max_seqlen_k, sequences.is_packed,
         settings.tau, settings.softmax_scale, *settings.window, settings.softcap, *settings.tile, call.impl, call.discovery,
         call.return_work, saves,

@@ -162,12 +162,14 @@ def _remember(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, do: Optional[Tensor], *of_others) -> tuple[Optional[Tensor], ...]:
+def _gradients(ctx, do: Optional[Tensor], *of_others, compute=None) -> tuple[Optional[Tensor], ...]:
     nothing = (None,) * (len(ctx.numbers) + NUM_FLAGS)
     needs_dq, needs_dk, needs_dv, needs_dsinks = needs = ctx.needs_input_grad[:4]
     if do is None:
         return (None,) * NUM_TENSORS + nothing
-    gradients = backward(*ctx.saved_tensors, do, *ctx.numbers, needs_dq, needs_dk or needs_dv, needs_dsinks)
+    gradients = (compute or backward)(
+        *ctx.saved_tensors, do, *ctx.numbers, needs_dq, needs_dk or needs_dv, needs_dsinks
+    )
     return (*(x if is_needed else None for x, is_needed in zip(gradients, needs)), None, None, None, *nothing)
 
 
@@ -179,3 +181,41 @@ def _refuse(ctx, *gradients):
 
 forward.register_autograd(_gradients, setup_context=_remember)
 backward.register_autograd(_refuse)
+
+
+class _Eager(torch.autograd.Function):
+    """The same two functions under plain autograd."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = forward._init_fn(*inputs)
+        _remember(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return _gradients(ctx, *gradients, compute=_EagerBackward.apply)
+
+
+class _EagerBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        return backward._init_fn(*inputs)
+
+    backward = staticmethod(_refuse)
+
+
+def needs_operator(tensors: list[Tensor]) -> bool:
+    """Whether something has to see an operator: a compiler, a dispatch mode, a transform, a subclass of tensors."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+    )
+
+
+def run_forward(*inputs):
+    """:func:`forward`, as an operator only where one is needed: its dispatch costs the host more than all else in a call."""
+    tensors = [x for x in inputs[:NUM_TENSORS] if x is not None]
+    return (forward if needs_operator(tensors) else _Eager.apply)(*inputs)
