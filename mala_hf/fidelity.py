@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .ops import Work, mala_attn_func
-from .ops.work import SKIPPED
+from .full_attention import LayerCall, full_attention
+from .ops import mala_attn_func
 from .patch import mala_attention
 
 
@@ -48,30 +48,6 @@ class LayerFidelity:
         return asdict(self)
 
 
-def full_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, work: Work) -> tuple[Tensor, Tensor]:
-    """Causal full attention in float32, and the mass that it gives to the tiles which ``work`` says were skipped.
-
-    q (1, L, H, D), k and v (1, L, K, D): one sequence, as ``mala_attn_func`` takes it. Returns out (L, H, D), omitted mass (H, L).
-    Memory is that of one row of tiles.
-    """
-    length, num_heads = q.shape[1:3]
-    group = num_heads // k.shape[2]
-    query = q[0].float().transpose(0, 1)  # (H, L, D)
-    key, value = (x[0].float().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))  # (H, L, D)
-    block_m, block_n = work.tile
-    skipped = work.tiles[0] == SKIPPED  # (H, q_tiles, k_tiles)
-    out, omitted = torch.empty_like(value), query.new_empty(num_heads, length)
-    for q_tile, start in enumerate(range(0, length, block_m)):
-        stop = min(start + block_m, length)
-        scores = scale * query[:, start:stop] @ key[:, :stop].transpose(1, 2)  # (H, M, N)
-        future = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).triu(start + 1)
-        probabilities = scores.masked_fill_(future, -torch.inf).softmax(-1)
-        out[:, start:stop] = probabilities @ value[:, :stop]
-        is_skipped = skipped[:, q_tile].repeat_interleave(block_n, -1)[:, None, :stop]  # (H, 1, N)
-        omitted[:, start:stop] = (probabilities * is_skipped).sum(-1)
-    return out.transpose(0, 1), omitted
-
-
 def layer_fidelity(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, tau: float, layer: int = 0
 ) -> tuple[Tensor, LayerFidelity]:
@@ -80,7 +56,7 @@ def layer_fidelity(
     Returns MALA's output (1, L, H, D) and the figures.
     """
     out, work = mala_attn_func(q, k, v, tau=tau, causal=True, softmax_scale=scale, return_work=True)
-    full, omitted = full_attention(q, k, v, scale, work)
+    full, (omitted,) = full_attention(LayerCall(q, k, v, scale), [work])
     bound = work.omitted_mass_bound[0].float()  # (H, L)
     error = relative_error(out[0], full)
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
