@@ -49,7 +49,9 @@ def test_the_first_example_has_at_most_ten_lines_that_do_something():
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 10
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/rule.md", "docs/performance.md", "docs/kernel_hub.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/rule.md", "docs/performance.md", "docs/kernel_hub.md", "docs/evaluation.md"]
+)
 def test_links_to_files_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text("utf-8"))
     assert links
