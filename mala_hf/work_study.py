@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .full_attention import LayerCall
 from .layer_work import HeadFigures, gradient_errors, head_figures, summary
+from .ops.hf import REFUSED
 from .ops.work import RETAINED, SKIPPED
 from .patch import mala_attention
 from .perplexity import token_nll
@@ -125,7 +126,11 @@ def _recorded(recorder: _Recorder) -> Iterator[None]:
                 f"layer {getattr(module, 'layer_idx', None)} is not plain causal attention (with a window, softcap or sinks at most) "
                 "of a sequence on itself: its work cannot be measured here; mala_hf.record_work counts it"
             )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        refused = [meaning for name, meaning in REFUSED.items() if kwargs.get(name) is not None]
+        refused += ["attention dropout"] if kwargs.get("dropout") else []
+        if refused:
+            raise ValueError(f"layer {module.layer_idx} asks for {refused[0]}, which MALA does not cover")
+        q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
         scale = kwargs.get("scaling")
         call = LayerCall(
             q, k, v,

@@ -227,6 +227,30 @@ def test_models_without_such_attention_are_refused():
     assert ALL_ATTENTION_FUNCTIONS["mala"] is registered
 
 
+def test_dropout_is_not_ignored():
+    model = tiny("llama").train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="layer 0 asks for attention dropout"):
+        study_work(model, tokens(1, 20))
+
+
+def test_a_bias_that_a_layer_adds_is_not_ignored(monkeypatch):
+    model = tiny("llama")
+    attention = type(model.model.layers[0].self_attn)
+    forward, bias = attention.forward, torch.zeros(1, 4, 20, 20)
+    monkeypatch.setattr(attention, "forward", lambda *args, **kwargs: forward(*args, position_bias=bias, **kwargs))
+    with pytest.raises(ValueError, match="layer 0 asks for a position bias"):
+        study_work(model, tokens(1, 20))
+
+
+def test_in_bfloat16_the_errors_at_tau_zero_are_its_rounding():
+    study = study_work(tiny("llama", peaked=2.0).bfloat16(), tokens(1, 100), gradients=True)
+    for one, gradients in zip(study.runs[0], study.gradients, strict=True):
+        assert 1e-4 < min(one.output_error_mean) < max(one.output_error_mean) < 2e-2
+        assert 1e-4 < min(gradients[0]["dv_error"]) < max(gradients[0]["dv_error"]) < 2e-2
+
+
 def test_a_prompt_is_what_the_model_would_read():
     tokenizer = byte_tokenizer()
     assert prompt_ids(tokenizer, "abcdef").shape == (1, 6)
