@@ -88,7 +88,9 @@ def work_page(result: Row) -> str:
         paragraph(break_even_words(result)),
         break_even_table(result),
         heading("Layers and heads"),
-        paragraph("Fractions of 1, not percent; masses and errors on a logarithmic scale. Point at a cell for its number."),
+        paragraph(
+            "Fractions of 1, not percent; masses and errors on a logarithmic scale. Point at a cell for its number."
+        ),
         *(maps(head_maps(result, run)) for run in result["runs"][1:]),
         heading("Retained tiles of one head"),
         maps(tile_map(found) for found in result["tile_maps"]),
