@@ -312,3 +312,10 @@ def test_the_check_notices_faults(device):
 
     assert passes(right)
     assert not [fault for fault, change in FAULTS.items() if passes(change(right))]
+
+
+def test_a_support_of_other_tiles_is_refused(device):
+    call = build(Case(seqlen_q=70), torch.float32, device)
+    forward = run_forward(call)
+    with pytest.raises(ValueError, match="a forward with the same tiles"):
+        run_backward(call, forward, gradient_of(call), support=forward.support[:, :, 1:])

@@ -61,6 +61,9 @@ def launch_backward(
     delta = torch.zeros_like(lse) if is_ragged or sequences.common[0] > 0 else torch.empty_like(lse)
     words_of_keys, words_of_queries = math.ceil(num_k_tiles / 32), math.ceil(num_q_tiles / 32)
     heads = sequences.num_sequences, num_heads
+    if support is not None and support.shape != (*heads, num_q_tiles, words_of_keys):
+        expected = (*heads, num_q_tiles, words_of_keys)
+        raise ValueError(f"support must be that of a forward with the same tiles, {expected}, got {tuple(support.shape)}")
     sizes = num_q_tiles * words_of_keys, num_k_tiles * words_of_queries
     both = torch.zeros(math.prod(heads) * sum(sizes), dtype=torch.int32, device=q.device)
     by_query, by_key = both.split([math.prod(heads) * size for size in sizes])

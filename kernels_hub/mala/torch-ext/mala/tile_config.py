@@ -118,7 +118,9 @@ def backward_config(
     block_m, block_n = tile
 
     def fitted(launch: Launch) -> Launch:
-        return replace(launch, step=min(launch.step, block_n))
+        step = min(launch.step, block_n)
+        assert block_n % step == 0, "a step lies inside one tile of the forward, or its support would not hold the backward's"
+        return replace(launch, step=step)
 
     return replace(
         config,
