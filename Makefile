@@ -57,7 +57,7 @@ format: .venv/dev ## rewrite the files as ruff wants them
 	$(BIN)/ruff format
 
 clean: ## remove what make made
-	rm -rf .venv .overlays build dist demo_results .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .overlays build dist demo_results ruler_results work_results .mypy_cache .pytest_cache .ruff_cache
 
 .venv/torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is older than 3.10; set PYTHON=..." >&2; exit 1; }

@@ -63,7 +63,9 @@ def launch_backward(
     heads = sequences.num_sequences, num_heads
     if support is not None and support.shape != (*heads, num_q_tiles, words_of_keys):
         expected = (*heads, num_q_tiles, words_of_keys)
-        raise ValueError(f"support must be that of a forward with the same tiles, {expected}, got {tuple(support.shape)}")
+        raise ValueError(
+            f"support must be that of a forward with the same tiles, {expected}, got {tuple(support.shape)}"
+        )
     sizes = num_q_tiles * words_of_keys, num_k_tiles * words_of_queries
     both = torch.zeros(math.prod(heads) * sum(sizes), dtype=torch.int32, device=q.device)
     by_query, by_key = both.split([math.prod(heads) * size for size in sizes])

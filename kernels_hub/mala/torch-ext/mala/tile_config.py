@@ -119,7 +119,9 @@ def backward_config(
 
     def fitted(launch: Launch) -> Launch:
         step = min(launch.step, block_n)
-        assert block_n % step == 0, "a step lies inside one tile of the forward, or its support would not hold the backward's"
+        assert block_n % step == 0, (
+            "a step lies inside one tile of the forward, or its support would not hold the backward's"
+        )
         return replace(launch, step=step)
 
     return replace(
