@@ -24,6 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mala_hf.checkpoint import sha256_of
 from mala_hf.info import versions
 from mala_hf.ops import mala_attn_func
 
@@ -91,11 +92,14 @@ def main() -> None:
     commit = (
         options.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     )
+    if not options.captured.is_file():
+        raise SystemExit(f"no such file: {options.captured}")
     data = load_file(options.captured, device=device)
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "commit": commit,
         "versions": versions(),
+        "captured": {"file": options.captured.name, "sha256": sha256_of(options.captured)},
         "rows": [],
     }
     for seqlen in options.lengths:

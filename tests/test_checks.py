@@ -50,6 +50,16 @@ BAD = {
     "infinite tau": ({"tau": math.inf}, "tau must be .*inf"),
     "tau is a string": ({"tau": "1"}, "tau must be"),
     "tau is None": ({"tau": None}, "tau must be"),
+    "tau beyond any float": ({"tau": 10**400}, "tau must be"),
+    "softmax_scale is a flag": ({"softmax_scale": True}, "softmax_scale"),
+    "softcap is a flag": ({"softcap": True}, "softcap"),
+    "softcap that caps nothing": ({"softcap": 1e6}, "softcap must be 0 .none. to 1000"),
+    "window of flags": ({"window": (True, False)}, "window"),
+    "tile with a flag": ({"tile": (True, 16)}, "tile"),
+    "causal is a word": ({"causal": "False"}, "causal must be True or False, got 'False'"),
+    "causal is a number": ({"causal": 1}, "causal must be True or False"),
+    "return_lse is a word": ({"return_lse": "a"}, "return_lse must be True or False"),
+    "return_work is None": ({"return_work": None}, "return_work must be True or False"),
     "zero softmax_scale": ({"softmax_scale": 0.0}, "softmax_scale"),
     "negative softmax_scale": ({"softmax_scale": -1.0}, "softmax_scale"),
     "NaN softmax_scale": ({"softmax_scale": math.nan}, "softmax_scale"),
@@ -220,7 +230,15 @@ def test_nan_in_a_query_shows_in_its_row_only(impl):
 
 
 def test_nothing_is_written_into_the_cache_by_a_call_that_is_refused():
-    for bad in ({"tau": -1.0}, {"window": (-2, 0)}, {"tile": (3, 3)}, {"impl": "cuda"}, {"sinks": _tensor(3)}):
+    bads = [{"tau": -1.0}, {"window": (-2, 0)}, {"tile": (3, 3)}, {"impl": "cuda"}, {"sinks": _tensor(3)}]
+    bads += [
+        {"discovery": "fp8"},
+        {"discovery": "int8"},
+        {"save_support": "x"},
+        {"deterministic": None},
+        {"return_work": "a"},
+    ]
+    for bad in bads:
         arguments = _cache_arguments()
         before = arguments["k_cache"].clone()
         with pytest.raises(ValueError):
@@ -259,3 +277,29 @@ def test_autocast_changes_neither_outputs_nor_gradients():
             out = mala_attn_func(q, k, v, causal=True)
             results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
     assert all(torch.equal(plain, under) for plain, under in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "reference"])
+def test_a_nan_comes_out_where_it_went_in(impl):
+    q, k, v = _tensor(1, 40, 2, 16), _tensor(1, 40, 2, 16), _tensor(1, 40, 2, 16)
+    options = {"causal": True, "tile": (16, 16), "impl": impl}
+    out = mala_attn_func(q, k, v, sinks=torch.tensor([math.nan, 0.0]), **options)
+    assert out[:, :, 0].isnan().all()
+    assert not out[:, :, 1].isnan().any()
+    spoilt = k.clone()
+    spoilt[:, 5, 0] = math.nan
+    leaves = [x.detach().requires_grad_() for x in (q, spoilt, v)]
+    out = mala_attn_func(*leaves, **options)
+    assert out[:, 5:, 0].isnan().all()
+    assert not out[:, :5].isnan().any()
+    assert not out[:, :, 1].isnan().any()
+    dv = torch.autograd.grad(out[:, :, 0].sum(), leaves[2])[0]
+    assert dv[:, :16, 0].isnan().all()  # whatever shares a tile with it
+
+
+def test_bfloat16_is_refused_by_the_interpreter():
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here")
+    q, k, v = (_tensor(1, 20, 2, 16).bfloat16() for _ in range(3))
+    with pytest.raises(ValueError, match="interpreter multiplies bfloat16 wrongly"):
+        mala_attn_func(q, k, v, impl="triton")

@@ -13,6 +13,7 @@ from helpers import random_gradient
 from inputs import Case
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.forward_ad import dual_level, make_dual
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -285,3 +286,11 @@ def test_a_thousand_steps_leave_nothing_behind():
         step(save_support=bool(index % 2))
     assert live_tensors() <= before
     assert not any(result() is not None for result in results)
+
+
+def test_a_forward_derivative_is_refused():
+    q, k, v = torch.randn(3, 1, 20, 2, 16)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: mala_attn_func(x, k, v, causal=True), (q,), (torch.ones_like(q),))
+    with dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        mala_attn_func(make_dual(q, torch.ones_like(q)), k, v, causal=True)

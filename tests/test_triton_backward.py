@@ -319,3 +319,21 @@ def test_a_support_of_other_tiles_is_refused(device):
     forward = run_forward(call)
     with pytest.raises(ValueError, match="a forward with the same tiles"):
         run_backward(call, forward, gradient_of(call), support=forward.support[:, :, 1:])
+
+
+@pytest.mark.parametrize("save_support", [False, True])
+def test_query_tiles_that_do_not_exist_retain_nothing(save_support, device):
+    """Nine query tiles, taken several at once: a NaN key makes the rows beyond them vote."""
+    call = build(Case(batch=2, seqlen_q=144, num_heads=1, head_dim=16, tau=40.0), torch.float32, device)
+    forward, do = run_forward(call), gradient_of(call)
+    support = forward.support if save_support else None
+    clean = run_backward(call, forward, do, support)
+    k = call.k.clone()
+    k[0] = NAN
+    spoilt = call.with_(k=k)
+    forward = run_forward(spoilt)
+    found = run_backward(spoilt, forward, do, forward.support if save_support else None)
+    assert torch.equal(found.dq[1], clean.dq[1])
+    assert torch.equal(found.dk[1], clean.dk[1])
+    assert torch.equal(found.support[1], clean.support[1])
+    assert found.support[0].any()

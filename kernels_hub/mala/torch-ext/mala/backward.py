@@ -161,6 +161,6 @@ def launch_backward(
             )  # fmt: skip
     if needs[2] and sinks is not None:
         # d lse / d sink = exp(sink - lse), and the output moves by -out of it
-        mass = torch.exp(sinks.float()[:, None] - torch.where(lse > -math.inf, lse, math.inf))
+        mass = torch.exp(sinks.float()[:, None] - torch.where(lse != -math.inf, lse, math.inf))
         dsinks = -(mass * delta).sum((0, 2)).to(sinks.dtype)
     return dq, dk, dv, dsinks, by_query

@@ -52,7 +52,7 @@ def _retains(q_tile, k, k_base, batch, kv_head, k_begin, tile, seqlen_k, positio
              HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
              USE_TMA: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
              HAS_SOFTCAP: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
-    """(GROUP,) bool: which of the neighbouring query tiles retain key tile ``tile``."""
+    """(GROUP,) bool: which of the neighbouring query tiles retain key tile ``tile``; rows that do not exist retain nothing."""
     start_n = tile * BLOCK_N
     scores = score_tile(q_tile, k, k_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_ks, scale_log2, softcap_log2,
                         HEAD_DIM, BLOCK_N, BLOCK_D, True, USE_TMA, HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
@@ -63,7 +63,7 @@ def _retains(q_tile, k, k_base, batch, kv_head, k_begin, tile, seqlen_k, positio
         )  # fmt: skip
         scores = tl.where(legal, scores, float("-inf"))
     to_log2 = 1.0 if HAS_SOFTCAP else scale_log2
-    reaches = reaches_limit(tl.max(scores, 1) * to_log2, limit)
+    reaches = reaches_limit(tl.max(scores, 1) * to_log2, limit) & row_exists
     return tl.max(tl.reshape(reaches.to(tl.int32), [GROUP, BLOCK_M]), 1) > 0
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Optional
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+LARGEST_NUMBER = 1e308  # that a float holds
+MAX_SOFTCAP = 1000  # the kernels' tanh loses a digit for each further power of ten
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ndim: int) -> None:
@@ -54,25 +55,36 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ndim
             raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
 
 
+def check_flags(**flags: bool) -> None:
+    """Each is True or False, not something that happens to count as one."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
+
+
+def _is_number(x) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < LARGEST_NUMBER
+
+
+def _are_integers(x, least: int) -> bool:
+    return (
+        isinstance(x, (tuple, list))
+        and len(x) == 2
+        and all(isinstance(n, int) and not isinstance(n, bool) and n >= least for n in x)
+    )
+
+
 def check_numbers(*, tau: float, softmax_scale: float, softcap: float, window, tile) -> None:
-    """tau >= 0, finite positive scale, softcap >= 0, a window of two ints >= -1, a tile of two powers of two."""
-    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 <= tau < math.inf:
+    """tau >= 0, finite positive scale, softcap 0 to MAX_SOFTCAP, a window of two ints >= -1, a tile of two powers of two."""
+    if not _is_number(tau) or not tau >= 0:
         raise ValueError(f"tau must be a finite number >= 0 (0 is full attention, 1 canonical), got {tau!r}")
-    if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
+    if not _is_number(softmax_scale) or not softmax_scale > 0:
         raise ValueError(f"softmax_scale must be finite and > 0, got {softmax_scale!r}")
-    if not isinstance(softcap, (int, float)) or not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be finite and >= 0 (0: none), got {softcap!r}")
-    if (
-        not isinstance(window, (tuple, list))
-        or len(window) != 2
-        or not all(isinstance(side, int) and side >= -1 for side in window)
-    ):
+    if not _is_number(softcap) or not 0 <= softcap <= MAX_SOFTCAP:
+        raise ValueError(f"softcap must be 0 (none) to {MAX_SOFTCAP}, beyond which it caps nothing, got {softcap!r}")
+    if not _are_integers(window, -1):
         raise ValueError(f"window must be two integers (left, right) >= -1 (-1: unlimited), got {window!r}")
-    if tile is not None and not (
-        isinstance(tile, (tuple, list))
-        and len(tile) == 2
-        and all(isinstance(n, int) and n >= 1 and n & (n - 1) == 0 for n in tile)
-    ):
+    if tile is not None and not (_are_integers(tile, 1) and all(n & (n - 1) == 0 for n in tile)):
         raise ValueError(f"tile must be two powers of two (BLOCK_M, BLOCK_N), got {tile!r}")
 
 

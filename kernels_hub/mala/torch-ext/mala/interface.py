@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from .attend import Call, attend
-from .checks import check_boundaries, check_cache, check_lengths, check_numbers, check_tensors, normalized_mask
+from .checks import (
+    check_boundaries,
+    check_cache,
+    check_flags,
+    check_lengths,
+    check_numbers,
+    check_tensors,
+    normalized_mask,
+)
 from .query_tile import Settings
 from .tile_config import tile_config
 from .visibility import Sequences, fixed_sequences, packed_sequences
@@ -77,6 +85,7 @@ def mala_attn_func(
         ValueError: for inputs the rule does not cover; the message says what was got.
     """
     check_tensors(q, k, v, sinks, ndim=4)
+    _check_flags(causal, save_support, deterministic, return_lse, return_work)
     settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, q.shape[1], k.shape[1])
     check_lengths(q.shape[0], q.device, _if_readable(q.shape[1]), seqused_q=seqused_q)
     check_lengths(q.shape[0], q.device, _if_readable(k.shape[1]), seqused_k=seqused_k, leftpad_k=leftpad_k)
@@ -93,7 +102,7 @@ def mala_attn_func(
     )
     impl = _implementation(impl, q)
     discovery = _discovery(discovery, impl, q, settings, sequences, mask)
-    call = Call(settings, sequences, impl, return_work, _save_support(save_support, deterministic), discovery)
+    call = Call(settings, sequences, impl, return_work, save_support, discovery)
     out, lse, work = attend(q, k, v, sinks, mask, call)
     return _returned(out, lse, work, return_lse, return_work)
 
@@ -131,10 +140,14 @@ def mala_attn_varlen_func(
             a compiled call cannot do.
         Others as in :func:`mala_attn_func`.
 
+    Memory: backward, and a forward that keeps its support, hold one bit per (longest query tiles) x (longest key tiles) for every
+    sequence and head; one long sequence among very many short ones is better run apart.
+
     Returns:
         out (total_q, num_heads, v_head_dim); lse and certificate are (num_heads, total_q); the work's maps are per sequence.
     """
     check_tensors(q, k, v, sinks, ndim=3)
+    _check_flags(causal, save_support, deterministic, return_lse, return_work)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cu_seqlens, Tensor):
             raise ValueError(f"{name} must be an int32 or int64 tensor, got {type(cu_seqlens).__name__}")
@@ -145,7 +158,7 @@ def mala_attn_varlen_func(
     sequences = packed_sequences(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, settings.window[1])
     impl = _implementation(impl, q)
     discovery = _discovery(discovery, impl, q, settings, sequences, None)
-    call = Call(settings, sequences, impl, return_work, _save_support(save_support, deterministic), discovery)
+    call = Call(settings, sequences, impl, return_work, save_support, discovery)
     out, lse, work = attend(q[None], k[None], v[None], sinks, None, call)
     return _returned(out[0], lse[0], work, return_lse, return_work)
 
@@ -190,8 +203,10 @@ def mala_attn_with_kvcache_func(
     if (k is None) != (v is None):
         raise ValueError("k and v are written into the cache together: give both or neither")
     # before anything is written
-    _settings(q, v_cache, tau, causal, softmax_scale, window, softcap, tile, q.shape[1], k_cache.shape[1])
-    _implementation(impl, q)
+    _check_flags(causal, save_support, deterministic, return_lse, return_work)
+    settings = _settings(q, v_cache, tau, causal, softmax_scale, window, softcap, tile, q.shape[1], k_cache.shape[1])
+    sequences = fixed_sequences(q.shape[0], q.shape[1], k_cache.shape[1], settings.window[1], seqused_k=cache_seqlens)
+    _discovery(discovery, _implementation(impl, q), q, settings, sequences, None)
     seqused_k = cache_seqlens
     if k is not None and v is not None:
         check_cache(k_cache, v_cache, k, v, cache_seqlens)
@@ -233,11 +248,10 @@ def _longest(total: int, name: str, cu_seqlens: Tensor, max_seqlen: Optional[int
     return max_seqlen
 
 
-def _save_support(save_support: Optional[bool], deterministic: bool) -> Optional[bool]:
-    for name, flag in (("save_support", save_support), ("deterministic", deterministic)):
-        if not isinstance(flag, bool) and not (flag is None and name == "save_support"):
-            raise ValueError(f"{name} must be True or False, got {flag!r}")
-    return save_support
+def _check_flags(causal, save_support, deterministic, return_lse, return_work) -> None:
+    check_flags(causal=causal, deterministic=deterministic, return_lse=return_lse, return_work=return_work)
+    if save_support is not None:
+        check_flags(save_support=save_support)
 
 
 def _discovery(discovery: str, impl: str, q: Tensor, settings: Settings, sequences: Sequences, mask) -> str:
@@ -270,6 +284,8 @@ def _implementation(impl: str, q: Tensor) -> str:
         raise ValueError(
             f"impl='triton' needs tensors on a GPU, got {q.device}; on the CPU use impl='blockwise' or 'auto'"
         )
+    if impl == "triton" and not q.is_cuda and q.dtype == torch.bfloat16:
+        raise ValueError("Triton's interpreter multiplies bfloat16 wrongly: use float16 or float32 there")
     return impl
 
 

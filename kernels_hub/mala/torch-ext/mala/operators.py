@@ -9,6 +9,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from . import blockwise, reference
 from ._ops import add_op_namespace_prefix
@@ -218,4 +219,6 @@ def needs_operator(tensors: list[Tensor]) -> bool:
 def run_forward(*inputs):
     """:func:`forward`, as an operator only where one is needed: its dispatch costs the host more than all else in a call."""
     tensors = [x for x in inputs[:NUM_TENSORS] if x is not None]
+    if any(unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError("MALA has no forward-mode derivative: use attn_implementation='eager' for that")
     return (forward if needs_operator(tensors) else _Eager.apply)(*inputs)

@@ -90,8 +90,8 @@ class QueryTile:
 
 
 def finite(x: Tensor) -> Tensor:
-    """``x`` with 0 for -inf: what may be subtracted from -inf."""
-    return x.where(x > NEG_INF, 0)
+    """``x`` with 0 for -inf: what may be subtracted from -inf. A NaN stays."""
+    return x.where(x != NEG_INF, 0)
 
 
 def heads_first(x: Tensor, kv_heads: int) -> Tensor:

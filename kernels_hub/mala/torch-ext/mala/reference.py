@@ -116,7 +116,7 @@ def forward_head(
                 continue
             tiles[q_tile, k_tile] = RETAINED
             new_max = torch.maximum(row_max, tile_max)  # (Bm,)
-            shift = torch.where(new_max > -math.inf, new_max, 0)
+            shift = torch.where(new_max != -math.inf, new_max, 0)
             weights = torch.exp(tile_scores - shift[:, None])  # (Bm, Bn)
             decay = torch.exp(row_max - shift)  # (Bm,)
             row_sum = row_sum * decay + weights.sum(1)
@@ -125,8 +125,8 @@ def forward_head(
         row_lse = row_max + torch.log(row_sum)  # (Bm,)
         if sink is not None:  # joins the normalizer after the last tile
             row_lse = torch.logaddexp(row_lse, sink.expand_as(row_lse))
-        shift = torch.where(row_lse > -math.inf, row_lse, 0)
-        out[rows] = acc * torch.exp(torch.where(row_max > -math.inf, row_max, 0) - shift)[:, None]
+        shift = torch.where(row_lse != -math.inf, row_lse, 0)
+        out[rows] = acc * torch.exp(torch.where(row_max != -math.inf, row_max, 0) - shift)[:, None]
         lse[rows] = row_lse
         for count, tile_max in skipped:
             certificate[rows] += count * torch.exp(tile_max - shift)
@@ -155,7 +155,7 @@ def backward_head(
         8 * torch.finfo(lse.dtype).eps * (1 + lse.abs())
     )  # a tile at the limit is retained: equal scores put all there
     limit = lse + log_threshold(legal.sum(1), tau).to(q) - rounding  # (M,)
-    lse = torch.where(lse > -math.inf, lse, 0)
+    lse = torch.where(lse != -math.inf, lse, 0)
     delta = (out * do).sum(1)  # (M,)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q_tiles, k_tiles = math.ceil(seqlen_q / block_m), math.ceil(seqlen_k / block_n)
@@ -212,7 +212,7 @@ def split_decode_head(
     merged_lse = torch.logsumexp(lse, 0)  # (M,)
     if sink is not None:
         merged_lse = torch.logaddexp(merged_lse, sink.expand_as(merged_lse))
-    weights = torch.exp(lse - torch.where(merged_lse > -math.inf, merged_lse, 0))  # (splits, M)
+    weights = torch.exp(lse - torch.where(merged_lse != -math.inf, merged_lse, 0))  # (splits, M)
     certificate = sum(w * part.certificate for w, part in zip(weights, parts))
     out = sum(w[:, None] * part.out for w, part in zip(weights, parts))
     tiles, margin = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("tiles", "margin"))
@@ -234,7 +234,7 @@ def full_attention_head(
     lse = torch.logsumexp(scores, 1)  # (M,)
     if sink is not None:
         lse = torch.logaddexp(lse, sink.expand_as(lse))
-    p = torch.exp(scores - torch.where(lse > -math.inf, lse, 0)[:, None])  # (M, N)
+    p = torch.exp(scores - torch.where(lse != -math.inf, lse, 0)[:, None])  # (M, N)
     return p @ v, lse, p
 
 
