@@ -140,7 +140,7 @@ def _run(launch: Launch) -> None:
     import torch
     from mala import backward, forward
     from mala.blockwise import Settings
-    from mala.support import empty_support
+    from mala.support_bits import empty_support
     from mala.tile_config import tile_config
     from mala.visibility import fixed_sequences
 
@@ -161,7 +161,11 @@ def _run(launch: Launch) -> None:
             mask = torch.ones(2, 1, seqlen_q, seqlen_k, dtype=torch.bool) if launch.mask else None
             if launch.phase.startswith("backward"):
                 saved = launch.phase == "backward with support"
-                support = empty_support(sequences, launch.num_heads, tile, q.device) if saved else None
+                support = (
+                    empty_support(sequences.num_sequences, launch.num_heads, sequences.tile_grid(tile), q.device)
+                    if saved
+                    else None
+                )
                 out = torch.empty(*q.shape[:3], v_head_dim, dtype=dtype)
                 lse = torch.empty(2, launch.num_heads, seqlen_q)
                 backward.launch_backward(

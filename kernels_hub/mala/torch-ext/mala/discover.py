@@ -27,7 +27,7 @@ from .discover_bounds import (
     first_retained_tile,
     quantize_keys_kernel,
 )
-from .support import empty_support
+from .support_bits import empty_support
 from .tile_config import DISCOVERY, DiscoveryConfig, padded_head_dim
 from .tile_steps import LOG2_E
 from .tma import HAS_GLUON_FOR_HOPPER, nvidia_major
@@ -117,7 +117,7 @@ def launch_discover(
     q_begin, q_end, _, seqlen_k = sequences.common
     seqlen_q = q_end - q_begin
     q_tiles = math.ceil(seqlen_q / block_m)
-    candidates = empty_support(sequences, num_heads, settings.tile, q.device)
+    candidates = empty_support(batch, num_heads, (num_q_tiles, num_k_tiles), q.device)
     if not candidates.numel() or not q_tiles:
         return candidates
     words = candidates.shape[-1]

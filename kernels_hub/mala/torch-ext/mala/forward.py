@@ -21,7 +21,7 @@ from .blockwise import Settings
 from .descriptors import descriptor
 from .discover import launch_discover
 from .rule import log2_threshold
-from .support import empty_support
+from .support_bits import empty_support
 from .tile_config import TileConfig, padded_head_dim, tile_config
 from .tile_loops import visit_tiles, walk_tiles
 from .tile_steps import LOG2_E, key_range
@@ -235,7 +235,8 @@ def launch_forward(
     walked = None if return_work else candidates if support is None else support
     is_known = walked is not None and walked is support
     if not is_known:
-        support = empty_support(sequences, num_heads, config.tile, q.device) if save_support else None
+        tile_grid = num_q_tiles, num_k_tiles
+        support = empty_support(sequences.num_sequences, num_heads, tile_grid, q.device) if save_support else None
     if sequences.bounds is not None or sequences.common[0] > 0:  # rows that see no key are not visited
         out.zero_()
         lse[:] = -math.inf if sinks is None else sinks.float()[:, None]

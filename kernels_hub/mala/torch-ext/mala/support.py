@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The support of an attention call: which tiles its query tiles retained, one bit each.
+"""A support's bits in the kernels: set one, load words of a row, walk through them up or down (``support_bits.py`` says what they are).
 
-``support`` is int32 (num_sequences, num_heads, q_tiles, words): bit ``j % 32`` of word ``j // 32`` belongs to key tile ``j``. The
-same bits by key tile, (num_sequences, num_heads, k_tiles, words of query tiles), serve the gradients of keys and values.
+The same bits by key tile, (num_sequences, num_heads, k_tiles, words of query tiles), serve the gradients of keys and values.
 """
 
 from __future__ import annotations
 
-import math
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .visibility import Sequences
-
-BITS = 32  # of a word
 WORDS = tl.constexpr(32)  # that a walk holds at a time
 
 
@@ -65,10 +57,3 @@ def previous_bit(words, place, word):
     half = tl.where(upper != 0, upper, word & 0xFFFF)  # 16 bits, which a float holds exactly
     bit = (half.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127 + tl.where(upper != 0, 16, 0)
     return place * 32 + bit, place, word & ~(1 << bit)
-
-
-def empty_support(sequences: Sequences, num_heads: int, tile: tuple[int, int], device: torch.device) -> Tensor:
-    """A support in which nothing is retained."""
-    q_tiles, k_tiles = sequences.tile_grid(tile)
-    words = math.ceil(k_tiles / BITS)
-    return torch.zeros(sequences.num_sequences, num_heads, q_tiles, words, dtype=torch.int32, device=device)

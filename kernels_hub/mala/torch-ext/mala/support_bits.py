@@ -29,3 +29,8 @@ def unpack_support(support: Tensor, k_tiles: int) -> Tensor:
     """int32 (..., words) as bool (..., k_tiles)."""
     bits = torch.arange(BITS, device=support.device)
     return (((support[..., None] >> bits) & 1) == 1).flatten(-2)[..., :k_tiles]
+
+
+def empty_support(num_sequences: int, num_heads: int, grid: tuple[int, int], device: torch.device) -> Tensor:
+    """A support in which nothing is retained."""
+    return torch.zeros(support_shape(num_sequences, num_heads, grid), dtype=torch.int32, device=device)
