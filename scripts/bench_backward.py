@@ -11,18 +11,13 @@ excluded.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_operator import BASELINES, CHECKED_ROWS, graphed, measured_slots, peak_bytes, sdpa, time_ms
+from bench_operator import BASELINES, CHECKED_ROWS, graphed, measured_slots, peak_bytes, run_benchmark, sdpa, time_ms
 from torch import Tensor
 
-from mala_hf.info import versions
 from mala_hf.ops import mala_attn_func
 from mala_hf.ops.reference import full_attention_head, legal_pairs
 from mala_hf.workloads import Inputs, calibrated_inputs
@@ -123,39 +118,5 @@ def measure(seqlen: int, slots: float, shape: dict[str, int], budget_ms: float) 
     return row
 
 
-def main() -> None:
-    """Measure every length and slot count and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
-    parser.add_argument(
-        "--slots", type=float, nargs="+", default=[1000.0], help="retained key slots per query to aim at"
-    )
-    parser.add_argument("--heads", type=int, nargs=2, default=[16, 8], metavar=("QUERY", "KV"))
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--budget-ms", type=float, default=1000.0, help="device time spent on each timing")
-    parser.add_argument("--commit", help="commit to record; default: that of this checkout")
-    parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_backward.py needs a GPU")
-    commit = (
-        options.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    )
-    shape = {"num_heads": options.heads[0], "num_kv_heads": options.heads[1], "head_dim": options.head_dim}
-    result = {"gpu": torch.cuda.get_device_name(), "commit": commit, "versions": versions(), "rows": []}
-    for seqlen in options.lengths:
-        for slots in options.slots:
-            row = measure(seqlen, slots, shape, options.budget_ms)
-            result["rows"].append(row)
-            times = "  ".join(f"{name} {row[name]['median_ms']:8.3f}" for name in FORMS)
-            print(
-                f"{seqlen:>7} tokens  {row['key_slots_per_query']:7.0f} slots  backward, ms: {times}  "
-                f"{row['mala']['speedup_over_cudnn']:.2f}x  {row['mala_state_only']['speedup_over_cudnn']:.2f}x",
-                flush=True,
-            )
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, 1000.0, measure, list(FORMS))

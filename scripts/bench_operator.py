@@ -14,7 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +139,14 @@ def measure(seqlen: int, slots: float, shape: dict[str, int], budget_ms: float) 
     return row
 
 
-def main() -> None:
-    """Measure every length and slot count and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_benchmark(
+    description: str, default_slots: float, measure: Callable[..., dict[str, Any]], columns: Sequence[str]
+) -> None:
+    """A benchmark's command: measure every length and slot count, print a line for each, and write the rows as they come."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument(
-        "--slots", type=float, nargs="+", default=[400.0], help="retained key slots per query to aim at"
+        "--slots", type=float, nargs="+", default=[default_slots], help="retained key slots per query to aim at"
     )
     parser.add_argument("--heads", type=int, nargs=2, default=[16, 8], metavar=("QUERY", "KV"))
     parser.add_argument("--head-dim", type=int, default=128)
@@ -153,7 +155,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("bench_operator.py needs a GPU")
+        raise SystemExit(f"{Path(sys.argv[0]).name} needs a GPU")
     commit = (
         options.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     )
@@ -163,15 +165,14 @@ def main() -> None:
         for slots in options.slots:
             row = measure(seqlen, slots, shape, options.budget_ms)
             result["rows"].append(row)
-            print(
-                f"{seqlen:>7} tokens  {row['key_slots_per_query']:7.0f} slots  forward, ms:  "
-                + "  ".join(f"{name} {row[name]['median_ms']:8.3f}" for name in COLUMNS)
-                + f"  {row['mala']['speedup_over_cudnn']:.2f}x  {row['mala_int8']['speedup_over_cudnn']:.2f}x",
-                flush=True,
+            times = "  ".join(f"{name} {row[name]['median_ms']:8.3f}" for name in columns)
+            speedups = "  ".join(
+                f"{x['speedup_over_cudnn']:.2f}x" for x in map(row.get, columns) if "speedup_over_cudnn" in x
             )
+            print(f"{seqlen:>7} tokens  {row['key_slots_per_query']:7.0f} slots  ms: {times}  {speedups}", flush=True)
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, 400.0, measure, COLUMNS)

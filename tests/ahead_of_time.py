@@ -28,7 +28,7 @@ class Launch:
     target: str
     head_dim: int
     dtype: str = "bfloat16"
-    phase: str = "prefill"  # or "decode", "backward", "backward with support"
+    phase: str = "prefill"  # or "decode", "backward", "backward with support", "discover"
     use_tma: bool = False
     use_hopper: bool = False
     v_head_dim: int = -1  # -1: head_dim
@@ -138,7 +138,7 @@ def _found(kernel) -> Finding:
 
 def _run(launch: Launch) -> None:
     import torch
-    from mala import backward, forward
+    from mala import backward, discover, forward
     from mala.blockwise import Settings
     from mala.support_bits import empty_support
     from mala.tile_config import tile_config
@@ -172,6 +172,9 @@ def _run(launch: Launch) -> None:
                     q, k, v, out, lse, out, settings, sequences, sinks, mask, support, use_tma=launch.use_tma
                 )
                 continue
+            if launch.phase == "discover":
+                discover.launch_discover(q, k, settings, sequences, use_hopper=launch.use_hopper)
+                continue
             forward.launch_forward(
                 q,
                 k,
@@ -193,10 +196,19 @@ def _kernels_of(launch: Launch) -> list[tuple[object, str]]:
 
     if launch.phase.startswith("backward"):
         return [(backward, f"backward_{name}_kernel") for name in ("support", "query", "key")]
-    if launch.use_hopper:
-        from mala import forward_hopper
+    if launch.phase == "discover":
+        from mala import discover
 
-        return [(forward_hopper, "mala_forward_hopper_kernel")]
+        prepare = [(discover, "quantize_keys_kernel"), (discover, "bound_rows_kernel")]
+        if not launch.use_hopper:
+            return [*prepare, (discover, "discover_kernel")]
+        from mala import discover_hopper
+
+        return [*prepare, (discover_hopper, "discover_hopper_kernel")]
+    if launch.use_hopper:
+        from mala import forward_hopper_launch
+
+        return [(forward_hopper_launch, "mala_forward_hopper_kernel")]
     return [(forward, "mala_forward_kernel")]
 
 

@@ -52,7 +52,15 @@ VARIANTS = [
 ]
 
 
-BACKWARD_KERNELS = 3  # the support, dq, and dk with dv
+DISCOVERY = {
+    **{
+        target: [Launch(target, head_dim, phase="discover") for head_dim in (64, 128, 256)]
+        for target in SHARED_LIMIT_BYTES
+    },
+    "cuda:90 hopper": [Launch("cuda:90", head_dim, phase="discover", use_hopper=True) for head_dim in (64, 128, 256)],
+}
+# the backward's support, dq, and dk with dv; discovery's keys, rows and pass
+NUM_KERNELS = {"backward": 3, "backward with support": 3, "discover": 3}
 # the backward's shapes, with every feature over a saved support and without any over the state alone
 BACKWARD = {
     target: [
@@ -70,7 +78,7 @@ BACKWARD = {
 
 def _complaints(launch: Launch, kernels: list[dict]) -> list[str]:
     complaints = []
-    expected = BACKWARD_KERNELS if launch.phase.startswith("backward") else 1
+    expected = NUM_KERNELS.get(launch.phase, 1)
     assert len(kernels) == expected, f"{launch.id}: {expected} kernels were expected"
     for found in (Finding(**kernel) for kernel in kernels):
         name = f"{launch.id} {found.kernel}"
@@ -86,24 +94,30 @@ def _complaints(launch: Launch, kernels: list[dict]) -> list[str]:
     return complaints
 
 
-@pytest.mark.parametrize(("target", "dtype"), SHIPPED, ids=str)
-def test_every_shipped_launch_shape_compiles_and_fits(target, dtype):
-    launches = SHIPPED[target, dtype]
+def _assert_all_fit(launches: list[Launch]) -> None:
     results = findings(launches)
     complaints = [
         text for launch, kernels in zip(launches, results, strict=True) for text in _complaints(launch, kernels)
     ]
     assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize(("target", "dtype"), SHIPPED, ids=str)
+def test_every_shipped_launch_shape_compiles_and_fits(target, dtype):
+    _assert_all_fit(SHIPPED[target, dtype])
 
 
 @pytest.mark.parametrize("target", BACKWARD)
 def test_the_backward_compiles_and_fits(target):
-    launches = BACKWARD[target]
-    results = findings(launches)
-    complaints = [
-        text for launch, kernels in zip(launches, results, strict=True) for text in _complaints(launch, kernels)
-    ]
-    assert not complaints, "\n".join(complaints)
+    _assert_all_fit(BACKWARD[target])
+
+
+@pytest.mark.parametrize("target", DISCOVERY)
+def test_discovery_compiles_and_fits(target):
+    launches = DISCOVERY[target]
+    if launches[0].use_hopper and not HAS_GLUON_FOR_HOPPER:
+        pytest.skip("this Triton cannot compile the Hopper kernel")
+    _assert_all_fit(launches)
 
 
 needs_gluon = pytest.mark.skipif(not HAS_GLUON_FOR_HOPPER, reason="this Triton cannot compile the Hopper kernel")
@@ -111,11 +125,7 @@ needs_gluon = pytest.mark.skipif(not HAS_GLUON_FOR_HOPPER, reason="this Triton c
 
 @pytest.mark.parametrize("launches", [VARIANTS, pytest.param(HOPPER, marks=needs_gluon)], ids=["portable", "hopper"])
 def test_every_feature_compiles_and_fits(launches):
-    results = findings(launches)
-    complaints = [
-        text for launch, kernels in zip(launches, results, strict=True) for text in _complaints(launch, kernels)
-    ]
-    assert not complaints, "\n".join(complaints)
+    _assert_all_fit(launches)
 
 
 def test_a_growing_sequence_and_another_tau_compile_nothing_new():
@@ -135,4 +145,4 @@ def test_a_growing_sequence_and_another_tau_compile_nothing_new():
         for features in (False, True)
     ]
     counts = [len(kernels) for kernels in findings(launches + backward, compile_kernels=False)]
-    assert counts == [1] * len(launches) + [BACKWARD_KERNELS] * len(backward)
+    assert counts == [1] * len(launches) + [NUM_KERNELS["backward"]] * len(backward)

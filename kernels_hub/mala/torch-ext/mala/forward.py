@@ -247,13 +247,13 @@ def launch_forward(
         # a descriptor reads on into the next sequence, where anything may lie
         use_hopper, use_tma = False, sequences.bounds is None and has_tma(k) and has_tma(v)
     if use_hopper is not False and HAS_GLUON_FOR_HOPPER and nvidia_major(q.device) == 9:
-        from . import forward_hopper
+        from . import forward_hopper_launch
 
-        use_hopper = use_hopper or forward_hopper.supports(q, k, v, sequences, mask, config)
+        use_hopper = use_hopper or forward_hopper_launch.supports(q, k, v, sequences, mask, config)
     elif use_hopper:
         raise ValueError("the Hopper kernel needs compute capability 9.0 and triton 3.6 or newer")
     if use_hopper:
-        forward_hopper.launch_forward_hopper(
+        forward_hopper_launch.launch_forward_hopper(
             q, k, v, out, lse, tiles, certificate, support, settings, sequences, sinks, config
         )
         return out, lse, tiles, certificate, support

@@ -7,34 +7,22 @@ runs, and one vote settles two key tiles where both are skipped. A third warp br
 value tile is fetched by the warpgroup that retains it. Same tiles, same order and same rule functions as
 ``forward.py``, hence the same retained set.
 
-It covers equal-length sequences in 16-bit precision without a mask operand; ``launch_forward`` sends everything else to the
-portable kernel.
+``forward_hopper_launch.py`` says which calls it covers; the portable kernel takes all others.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
-from typing import Optional
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .blockwise import Settings
 from .rule import FORWARD_SLACK, is_any, is_tile_retained, limit_of, log2_threshold, online_softmax_step, reaches_limit
 from .support import set_bit
-from .tile_config import TileConfig, padded_head_dim
-from .tma import by_head_view, has_tma
-from .visibility import Sequences
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 LN_2 = gl.constexpr(math.log(2.0))
-MAX_SHARED_BYTES = 227 * 1024
-ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
 # fmt: off
 RUNTIME_VALUES = [
     "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_tb", "stride_th", "stride_tm",
@@ -324,98 +312,3 @@ def mala_forward_hopper_kernel(
                         HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT)),
         (_load_keys, (k_desc, k_ring, k_ready, k_free, batch, kv_head, first, last, STAGES, BLOCK_N)),
     ], [4, 1], [240, 24])  # fmt: skip
-
-
-def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Optional[Tensor], config: TileConfig) -> bool:
-    """Does the Hopper kernel cover this call? ``config`` is the launch shape the portable kernel would use."""
-    return (
-        q.dtype in (torch.float16, torch.bfloat16)
-        and sequences.bounds is None
-        and mask is None
-        and config.block_m == ROWS_PER_WARPGROUP
-        and config.block_n >= 16
-        and all(has_tma(x) for x in (q, k, v))
-        and _shared_bytes(q, v, config, 2) <= MAX_SHARED_BYTES
-    )
-
-
-def _shared_bytes(q: Tensor, v: Tensor, config: TileConfig, stages: int) -> int:
-    block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
-    elements = (2 * config.block_m + stages * config.block_n) * block_d + 2 * config.block_n * block_dv
-    return elements * q.element_size() + 1024
-
-
-@cache
-def _block_layout(width: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, width * 2), element_bitwidth=16, rank=4)
-
-
-def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    shape, strides = by_head_view(x)
-    return TensorDescriptor(x, shape, strides, [1, 1, rows, width], _block_layout(width))
-
-
-def launch_forward_hopper(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Optional[Tensor],
-    certificate: Optional[Tensor],
-    support: Optional[Tensor],
-    settings: Settings,
-    sequences: Sequences,
-    sinks: Optional[Tensor],
-    config: TileConfig,
-) -> None:
-    """Fill out, lse and, where given, tiles, certificate and support; shapes as in ``forward.launch_forward``."""
-    block_m, block_n = config.tile
-    block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
-    stages = max(n for n in (2, 3, 4) if n == 2 or _shared_bytes(q, v, config, n) <= MAX_SHARED_BYTES)
-    q_begin, q_end, _, seqlen_k = sequences.common
-    num_q_tiles = math.ceil((q_end - q_begin) / block_m)
-    num_heads = q.shape[2]
-    unit = 8 if all(stride % 8 == 0 for stride in out.stride()[:3]) else 1
-    left, right = settings.window
-    with torch.cuda.device(q.device):
-        mala_forward_hopper_kernel[((num_q_tiles + 1) // 2 * num_heads * q.shape[0],)](
-            _descriptor(q, block_m, block_d),
-            _descriptor(k, block_n, block_d),
-            _descriptor(v, block_n, block_dv),
-            out,
-            lse,
-            sinks,
-            tiles,
-            certificate,
-            support,
-            *(stride // unit for stride in out.stride()[:3]),
-            *lse.stride()[:2],
-            *((0, 0, 0) if tiles is None else tiles.stride()[:3]),
-            *((0, 0) if support is None else support.shape[2:]),
-            q_begin,
-            q_end - q_begin,
-            seqlen_k,
-            num_q_tiles,
-            num_heads,
-            num_heads // k.shape[2],
-            left,
-            right,
-            settings.softmax_scale * LOG2_E.value,
-            settings.softcap * LOG2_E.value,
-            settings.tau,
-            V_HEAD_DIM=v.shape[-1],
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
-            BLOCK_DV=block_dv,
-            STRIDE_UNIT=unit,
-            STAGES=stages,
-            HAS_LEFT=left >= 0,
-            HAS_RIGHT=right >= 0,
-            HAS_SOFTCAP=settings.softcap > 0,
-            HAS_SINKS=sinks is not None,
-            RETURN_WORK=tiles is not None,
-            SAVE_SUPPORT=support is not None,
-            num_warps=4,
-        )
