@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .ops.hf import DENSE
+from .ops.hf_settings import HeadSettings, named, read_key, read_layer, read_tau
 
 KERNEL_NAME = re.compile(r"[^/:@\s]+/[^/:@\s]+(@[^:@\s]+)?")
 
@@ -20,7 +19,15 @@ class MalaConfig:
 
     Attributes:
         tau: dimensionless tolerance >= 0 of all layers not named in ``layers``; 1 is canonical, 0 is full attention.
-        layers: {layer index: tau or "sdpa"}; "sdpa" leaves that layer to torch's scaled_dot_product_attention.
+        layers: {layers: setting}. Layers are an index (a negative one counts from the end, as in Python), a range with both ends
+            ("2-5", "2-" to the last, "-4-" the last four) or "*", all of them; none twice. A setting is a tau, "sdpa" (torch's
+            scaled_dot_product_attention), or a dict of
+
+            - ``tau``: either of these; by default that of the model;
+            - ``window``: a row sees at most so many keys, counted back from the last that it may see (in causal attention its own).
+              It only narrows what the model allows, and it changes the model; causal layers only;
+            - ``heads``: {query heads, named as layers are: a tau, "sdpa", or a dict of ``tau`` and ``window``}, which win over
+              the layer's.
         tile: (BLOCK_M, BLOCK_N), powers of two; None for the shipped table. Tiles belong to the rule's definition.
         save_support: whether training keeps the retained tiles for backward, 1 bit each, so that it scores no others; the gradients
             are the same. None: where the bits take at most 1/8 of the output's memory.
@@ -33,21 +40,17 @@ class MalaConfig:
     """
 
     tau: float = 1.0
-    layers: Mapping[int, float | str] = field(default_factory=dict)
+    layers: Mapping[int | str, Any] = field(default_factory=dict)
     tile: tuple[int, int] | None = None
     save_support: bool | None = None
     deterministic: bool = False
     kernel: str | None = None
 
     def __post_init__(self) -> None:
-        _check_tau(self.tau, "tau")
-        if not isinstance(self.layers or {}, Mapping):
-            raise ValueError(f'layers must be a mapping {{layer index: tau or "sdpa"}}, got {self.layers!r}')
-        layers = {_index(index): setting for index, setting in (self.layers or {}).items()}
-        for index, setting in layers.items():
-            if setting != DENSE:
-                _check_tau(setting, f"layers[{index}]", f' or "{DENSE}"')
-        object.__setattr__(self, "layers", layers)
+        default = HeadSettings(read_tau(self.tau, "tau"))
+        object.__setattr__(self, "layers", _normalized(self.layers or {}, "layer"))
+        for key, setting in self.layers.items():
+            read_layer(setting, default, key)
         if self.tile is not None:
             tile = tuple(self.tile) if isinstance(self.tile, (tuple, list)) else (self.tile,)
             if len(tile) != 2 or not all(type(n) is int and n >= 1 and n & (n - 1) == 0 for n in tile):
@@ -64,7 +67,7 @@ class MalaConfig:
         """The dict for ``model.config.mala``: JSON types only, so that a saved and reloaded config holds the same."""
         values: dict[str, Any] = {"tau": self.tau}
         if self.layers:
-            values["layers"] = {str(index): setting for index, setting in self.layers.items()}
+            values["layers"] = _with_string_keys(self.layers)
         if self.tile is not None:
             values["tile"] = list(self.tile)
         for name in ("save_support", "deterministic", "kernel"):
@@ -88,15 +91,35 @@ def check_kernel_name(name: Any) -> None:
         raise ValueError(f'a kernel is named "org/name" or "org/name@revision", as on the Kernel Hub, got {name!r}')
 
 
-def _index(index: Any) -> int:
-    try:
-        if type(index) in (int, str) and int(index) >= 0:
-            return int(index)
-    except ValueError:
-        pass
-    raise ValueError(f"layers must be keyed by layer index (an integer >= 0), got {index!r}")
+def _normalized(settings: Any, what: str) -> dict[int | str, Any]:
+    """The settings of layers (or heads) as JSON would give them back: plain values, single indices as integers."""
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{what}s must be a mapping {{{what}: setting}}, got {settings!r}")
+    found: dict[int | str, Any] = {}
+    for key, setting in settings.items():
+        first, last = read_key(key, what)
+        name = first if first == last else key
+        if name in found:
+            raise ValueError(f"{what} {name} is named twice")
+        found[name] = _normalized_setting(setting)
+    counted = [(key, *read_key(key, what)) for key in found]
+    # those that count from the end overlap or not in a model that says how many it has
+    named(tuple(key for key, first, last in counted if first >= 0 and last is not None and last >= 0), None, what)
+    return found
 
 
-def _check_tau(tau: Any, name: str, alternative: str = "") -> None:
-    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 <= tau < math.inf:
-        raise ValueError(f"{name} must be a finite number >= 0{alternative}, got {tau!r}")
+def _normalized_setting(setting: Any) -> Any:
+    if not isinstance(setting, Mapping):
+        return setting
+    values = dict(setting)
+    if "heads" in values:
+        values["heads"] = _normalized(values["heads"], "head")
+    return values
+
+
+def _with_string_keys(settings: Mapping[int | str, Any]) -> dict[str, Any]:
+    """What JSON makes of it; the only nested dicts are settings, and ``heads`` in them."""
+    return {
+        str(key): _with_string_keys(setting) if isinstance(setting, Mapping) else setting
+        for key, setting in settings.items()
+    }

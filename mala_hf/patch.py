@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .config import MalaConfig
 from .hub import load_kernel
+from .ops.hf_settings import named
 from .registration import NAME
 
 _BEFORE = "_mala_before"
@@ -114,7 +115,8 @@ def _check_can_run(model: PreTrainedModel, text_config: Any) -> None:
 
 
 def _check_layers(config: MalaConfig, text_config: Any) -> None:
-    count = getattr(text_config, "num_hidden_layers", None)
-    beyond = [] if count is None else [index for index in config.layers if index >= count]
-    if count is not None and beyond:
-        raise ValueError(f"layers {beyond} do not exist: the model has {count} layers, 0 to {count - 1}")
+    """ValueError for layers and heads that the model lacks, or that are named twice."""
+    named(tuple(config.layers), getattr(text_config, "num_hidden_layers", None), "layer")
+    for setting in config.layers.values():
+        if isinstance(setting, Mapping):
+            named(tuple(setting.get("heads") or {}), getattr(text_config, "num_attention_heads", None), "head")

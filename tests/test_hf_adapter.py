@@ -183,16 +183,16 @@ def test_distributed_tensors_are_refused():
 
 def test_an_integer_or_string_index_finds_a_layers_setting():
     for layers in ({1: 0.25}, {"1": 0.25}):
-        assert hf.layer_settings(Layer(layer_idx=1, tau=2.0, layers=layers)).tau == 0.25
-        assert hf.layer_settings(Layer(layer_idx=0, tau=2.0, layers=layers)).tau == 2.0
-        assert hf.layer_settings(Layer(layer_idx=None, tau=2.0, layers=layers)).tau == 2.0
+        assert hf.layer_settings(Layer(layer_idx=1, tau=2.0, layers=layers)).common.tau == 0.25
+        assert hf.layer_settings(Layer(layer_idx=0, tau=2.0, layers=layers)).common.tau == 2.0
+        assert hf.layer_settings(Layer(layer_idx=None, tau=2.0, layers=layers)).common.tau == 2.0
 
 
 def test_a_layer_without_any_setting_has_tau_one():
-    assert hf.layer_settings(torch.nn.Module()).tau == 1
+    assert hf.layer_settings(torch.nn.Module()).common.tau == 1
     layer = Layer()
     del layer.config.mala
-    assert hf.layer_settings(layer).tau == 1
+    assert hf.layer_settings(layer).common.tau == 1
 
 
 @pytest.mark.parametrize(

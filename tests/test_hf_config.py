@@ -19,6 +19,13 @@ from mala_hf.ops import operators
 pytestmark = pytest.mark.transformers
 
 SETTINGS = MalaConfig(tau=0.5, layers={0: "sdpa", 1: 2.0}, tile=(4, 4), save_support=False, deterministic=True)
+BY_HEAD = MalaConfig(
+    layers={
+        "0-1": "sdpa",
+        -1: {"tau": 0.1},
+        "5-": {"heads": {"0-3": 0.1, 7: "sdpa", -1: {"window": 9}}, "window": 4096},
+    }
+)
 
 
 @pytest.mark.parametrize(
@@ -30,9 +37,27 @@ SETTINGS = MalaConfig(tau=0.5, layers={0: "sdpa", 1: 2.0}, tile=(4, 4), save_sup
         ({"tau": "1"}, "tau"),
         ({"tau": True}, "tau"),
         ({"layers": [1.0, 1.0]}, "mapping"),
-        ({"layers": {-1: 1.0}}, "layer index"),
-        ({"layers": {"first": 1.0}}, "layer index"),
-        ({"layers": {1.5: 1.0}}, "layer index"),
+        ({"layers": {"first": 1.0}}, "a layer is named by an index"),
+        ({"layers": {1.5: 1.0}}, "a layer is named by an index"),
+        ({"layers": {True: 1.0}}, "a layer is named by an index"),
+        ({"layers": {"2*": 1.0}}, "a layer is named by an index"),
+        ({"layers": {"01": 1.0}}, "a layer is named by an index"),
+        ({"layers": {"-0": 1.0}}, "a layer is named by an index"),
+        ({"layers": {"1 - 2": 1.0}}, "a layer is named by an index"),
+        ({"layers": {"3-1": 1.0}}, "names none"),
+        ({"layers": {1: 1.0, "1": 1.0}}, "layer 1 is named twice"),
+        ({"layers": {"0-3": 1.0, 2: 1.0}}, "layer 2 is named twice: by '0-3' and by 2"),
+        ({"layers": {0: {}}}, r"layers\[0\] may set"),
+        ({"layers": {0: {"tua": 1.0}}}, r"layers\[0\] may set"),
+        ({"layers": {0: {"tau": None}}}, r"layers\[0\]"),
+        ({"layers": {0: {"window": 0}}}, r"window of layers\[0\]"),
+        ({"layers": {0: {"window": 4.0}}}, r"window of layers\[0\]"),
+        ({"layers": {0: {"heads": [0.5]}}}, "heads must be a mapping"),
+        ({"layers": {0: {"heads": {"x": 0.5}}}}, "a head is named by an index"),
+        ({"layers": {0: {"heads": {0: -1}}}}, r"layers\[0\], heads\[0\]"),
+        ({"layers": {0: {"heads": {0: {"heads": {0: 1}}}}}}, r"layers\[0\], heads\[0\] may set"),
+        ({"layers": {0: {"heads": {0: 1.0, "0-1": 1.0}}}}, "head 0 is named twice"),
+        ({"tau": {"window": 4}}, "tau"),
         ({"layers": {0: "dense"}}, r"layers\[0\]"),
         ({"layers": {0: -0.1}}, r"layers\[0\]"),
         ({"tile": 64}, "tile"),
@@ -53,6 +78,12 @@ def test_a_wrong_setting_is_named_in_the_error(settings, said):
 def test_a_config_survives_json():
     assert MalaConfig.from_dict(json.loads(json.dumps(SETTINGS.to_dict()))) == SETTINGS
     assert MalaConfig.from_dict(MalaConfig().to_dict()) == MalaConfig()
+    assert MalaConfig.from_dict(json.loads(json.dumps(BY_HEAD.to_dict()))) == BY_HEAD
+
+
+def test_the_form_with_single_indices_is_the_same_as_ever():
+    assert SETTINGS.to_dict()["layers"] == {"0": "sdpa", "1": 2.0}
+    assert MalaConfig(layers={"0": "sdpa", "1": 2.0}).layers == {0: "sdpa", 1: 2.0}
 
 
 def test_an_unknown_setting_is_refused():
@@ -120,7 +151,9 @@ def test_each_layer_follows_its_own_setting():
     "settings",
     [
         {"tau": None}, {"tau": True}, {"layers": {"0": None}}, {"layers": {"2": 0.1}}, {"layers": {"00": 0.5}},
-        {"layers": [0.5]}, {"tile": 16}, {"taus": 1.0},
+        {"layers": [0.5]}, {"tile": 16}, {"taus": 1.0}, {"layers": {"-3": 0.1}}, {"layers": {"0-2": 0.1}},
+        {"layers": {"0": 0.1, "-2": 0.1}}, {"layers": {"0-": 0.1, "*": 0.2}}, {"tau": "sdpa"}, {"layers": {"1": {}}},
+        {"layers": {"*": {"heads": {"4": 0.1}}}}, {"layers": {"*": {"heads": {"-1": 0.1, "3-": 0.2}}}},
     ],
     ids=str,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from transformers.masking_utils import (
 
 from mala_hf import masks
 from mala_hf.masks import mala_mask
-from mala_hf.ops import hf as adapter
+from mala_hf.ops import hf_visible as adapter
 from mala_hf.ops.hf import mala_attention_forward
 from mala_hf.ops.hf_mask import read_padding
 

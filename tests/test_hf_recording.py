@@ -13,7 +13,8 @@ from torch.testing import assert_close
 
 from mala_hf import MalaConfig, ops, patch_model, record_work
 from mala_hf.ops import hf
-from mala_hf.recording import LayerWork
+from mala_hf.ops.hf_heads import HeadWork
+from mala_hf.recorded_layer import LayerWork
 
 pytestmark = pytest.mark.transformers
 
@@ -39,7 +40,7 @@ def attention_work(lengths: list[int]) -> list[ops.Work]:
 def test_a_layers_numbers_are_means_over_all_rows_of_all_forwards():
     layer, works = LayerWork("attention", 0), attention_work([40, 24])
     for work in works:
-        layer.add(work, 1.0)
+        layer.add([HeadWork(work, 1.0, (0, 1), 2)])
     rows = torch.tensor([80.0, 48.0], dtype=torch.float64)
     assert layer.rows == 128
     for name in ("key_slots_per_query", "visible_slots_per_query"):

@@ -61,7 +61,10 @@ LAYERS = {
     "flash_attn_interface": {"checks", "interface"},
     "hf_mask": set(),
     "hf_dense": {"hf_mask", "visibility"},
-    "hf": {"hf_dense", "hf_mask", "interface", "work"},
+    "hf_settings": set(),
+    "hf_heads": {"hf_settings", "work"},
+    "hf_visible": {"hf_dense", "hf_mask"},
+    "hf": {"hf_dense", "hf_heads", "hf_mask", "hf_settings", "hf_visible", "interface", "work"},
     "__init__": {"flash_attn_interface", "interface", "support_reuse", "work"},
 }
 

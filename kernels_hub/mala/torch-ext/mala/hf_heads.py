@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Query heads of one layer with settings of their own: which run in one call, with which keys and values, and where they go.
+
+Equal settings share a call. It takes only key-value heads that serve an equal number of its query heads, each of them once: it stays
+grouped-query attention without repeated keys, and gradients of keys are sums in a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .hf_settings import HeadSettings, LayerSettings, named
+from .work import Work
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Query heads of one call and the key-value heads that serve them, in rising order; None: all of them."""
+
+    settings: HeadSettings
+    heads: Optional[tuple[int, ...]] = None
+    kv_heads: Optional[tuple[int, ...]] = None
+
+    def of_queries(self, x: Tensor, dim: int) -> Tensor:
+        """The group's part of a tensor with one entry per query head along ``dim``, or one for all."""
+        return x if x.shape[dim] == 1 else _taken(x, self.heads, dim)
+
+    def of_keys(self, x: Tensor, dim: int) -> Tensor:
+        """The group's part of a tensor with one entry per key-value head along ``dim``."""
+        return _taken(x, self.kv_heads, dim)
+
+
+@dataclass(frozen=True)
+class HeadWork:
+    """What a recorder hears of one call: its ``work`` (None for dense heads), its tau, and the query heads it had.
+
+    ``heads`` are counted over all ``total`` of the layer, also where processes share them; over those of this process, and
+    ``total`` is None, where nobody knows which they are.
+    """
+
+    work: Optional[Work]
+    tau: Optional[float]
+    heads: tuple[int, ...]
+    total: Optional[int]
+
+    @classmethod
+    def of(cls, group: HeadGroup, work: Optional[Work], num_heads: int, first: Optional[int], total: int) -> HeadWork:
+        """Of one group among a process's ``num_heads``; ``first`` and ``total`` as in :func:`head_groups`."""
+        heads = range(num_heads) if group.heads is None else group.heads
+        places = tuple(head + (first or 0) for head in heads)
+        return cls(work, group.settings.tau, places, None if first is None else total)
+
+
+def head_groups(
+    settings: LayerSettings, num_heads: int, num_kv_heads: int, first: Optional[int], total: int
+) -> list[HeadGroup]:
+    """The calls of one layer.
+
+    Args:
+        num_heads, num_kv_heads: of the tensors at hand.
+        first, total: which query heads of the model these are: ``first`` is the first of them, None if nobody knows.
+
+    Raises:
+        ValueError: for heads that the layer lacks, a head named twice, and settings by head where ``first`` is not known.
+    """
+    if not settings.heads:
+        return [HeadGroup(settings.common)]
+    if first is None:
+        raise ValueError(
+            f"config.mala sets single heads, and this process has {num_heads} of the model's {total} without saying which: "
+            "set whole layers instead"
+        )
+    by_key = dict(settings.heads)
+    try:
+        owners = named(tuple(by_key), total, "head")
+    except ValueError as error:
+        raise ValueError(f"config.mala: {error}; see mala_hf.MalaConfig") from None
+    own = [by_key[owners[head]] if head in owners else settings.common for head in range(first, first + num_heads)]
+    if all(one == own[0] for one in own):
+        return [HeadGroup(own[0])]
+    ratio = num_heads // num_kv_heads
+    heads_of: dict[tuple[HeadSettings, int], list[int]] = {}
+    for head, one in enumerate(own):
+        shares = own[head - head % ratio : head - head % ratio + ratio].count(one)
+        heads_of.setdefault((one, shares), []).append(head)
+    return [
+        HeadGroup(one, tuple(heads), tuple(sorted({head // ratio for head in heads})))
+        for (one, _), heads in heads_of.items()
+    ]
+
+
+def put_together(outs: list[Tensor], groups: list[HeadGroup]) -> Tensor:
+    """out (batch, seqlen, num_heads, v_head_dim) of the groups' outputs (batch, seqlen, their heads, v_head_dim)."""
+    if len(outs) == 1:
+        return outs[0]
+    order = [head for group in groups for head in group.heads or ()]
+    return _taken(torch.cat(outs, 2), tuple(order.index(head) for head in range(len(order))), 2)
+
+
+def head_share(module, num_heads: int) -> tuple[Optional[int], int]:
+    """(first, total): which of the model's query heads a layer's ``num_heads`` are; first is None if nobody knows.
+
+    Tensor parallelism splits them among processes in order; weights that are distributed tensors say at which place this one is.
+    """
+    total = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    if not isinstance(total, int) or total <= num_heads:
+        return 0, num_heads
+    for weight in module.parameters():
+        mesh = getattr(weight, "device_mesh", None)
+        if mesh is not None and mesh.ndim == 1 and mesh.size() * num_heads == total:
+            return mesh.get_local_rank() * num_heads, total
+    return None, total
+
+
+def _taken(x: Tensor, indices: Optional[tuple[int, ...]], dim: int) -> Tensor:
+    """``x`` at these places of ``dim``: a view where they are one run."""
+    if indices is None or indices == tuple(range(x.shape[dim])):
+        return x
+    if indices == tuple(range(indices[0], indices[0] + len(indices))):
+        return x.narrow(dim, indices[0], len(indices))
+    return x.index_select(dim, torch.tensor(indices, device=x.device))
