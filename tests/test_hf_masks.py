@@ -17,7 +17,8 @@ from transformers.masking_utils import (
 
 from mala_hf import masks
 from mala_hf.masks import mala_mask
-from mala_hf.ops import hf_visible as adapter
+from mala_hf.ops import hf as adapter
+from mala_hf.ops import hf_visible
 from mala_hf.ops.hf import mala_attention_forward
 from mala_hf.ops.hf_mask import read_padding
 
@@ -75,7 +76,7 @@ def test_padding_is_read_once_for_all_layers(monkeypatch):
         reads.append(mask)
         return read_padding(mask)
 
-    for module in (masks, adapter):
+    for module in (masks, hf_visible):
         monkeypatch.setattr(module, "read_padding", spy)
     logits(tiny("llama"), "mala", {"input_ids": tokens(2, LENGTH), "attention_mask": padding(LENGTH, (0, 40), (9, 40))})
     assert len(reads) == 1
