@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from .config import MalaConfig
+from .families import warn_unless_tested
 from .hub import load_kernel
 from .ops.hf_settings import named
 from .registration import NAME
@@ -18,60 +20,65 @@ from .registration import NAME
 _BEFORE = "_mala_before"
 
 
-def patch_model(model: PreTrainedModel, config: MalaConfig | None = None) -> PreTrainedModel:
-    """Run the model's text layers with MALA: sets their attention implementation and ``config.mala``.
+def patch_model(model: nn.Module, config: MalaConfig | None = None) -> nn.Module:
+    """Run the model's text layers with MALA: sets their attention implementation and ``config.mala``; returns ``model``.
 
-    Encoder-decoder models are set as a whole, vision and audio towers of composite models stay as they are.
-    Models that share a config object share the setting. Patching a patched model changes its settings.
+    Encoder-decoder models are set as a whole, vision and audio towers of composite models stay as they are. Models that share a config
+    object share the setting. Patching a patched model changes its settings. Wrappers (PEFT, ``torch.compile``, DistributedDataParallel)
+    are looked through, and weights are never touched: they may be quantised, sharded or offloaded. A compiled model compiles again.
 
     A kernel that the config names is loaded as :func:`mala_hf.load_kernel` does without options; load it yourself to trust it.
 
+    Warns:
+        UserWarning: once for each family that :data:`mala_hf.families.FAMILIES` lacks.
+
     Raises:
-        ValueError: if the model computes its own attention, so that MALA would never run; or for a layer it does not have.
+        ValueError: if the model computes its own attention, so that MALA would never run; for layers or heads that it lacks; for what
+            holds no Transformers model, or several.
     """
     config = MalaConfig() if config is None else config
-    if not isinstance(model, PreTrainedModel) or not isinstance(config, MalaConfig):
-        raise ValueError(
-            f"patch_model takes a Transformers model and a MalaConfig, got {type(model).__name__} and {config!r}"
-        )
-    key, text_config = _text_config(model)
-    _check_can_run(model, text_config)
+    if not isinstance(config, MalaConfig):
+        raise ValueError(f"patch_model takes a MalaConfig, got {config!r}")
+    inner = _transformers_model(model)
+    key, text_config = _text_config(inner)
+    _check_can_run(inner, text_config)
     _check_layers(config, text_config)
     if config.kernel is not None:
         load_kernel(config.kernel)
-    if getattr(model, _BEFORE, None) is None:
-        setattr(model, _BEFORE, _Before.of(model))
-    model.set_attn_implementation({key: NAME})
+    warn_unless_tested(text_config)
+    if getattr(inner, _BEFORE, None) is None:
+        setattr(inner, _BEFORE, _Before.of(inner))
+    inner.set_attn_implementation({key: NAME})
     text_config.mala = config.to_dict()
     return model
 
 
-def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo :func:`patch_model`; a model that was not patched stays as it is."""
-    before: _Before | None = getattr(model, _BEFORE, None)
+def unpatch_model(model: nn.Module) -> nn.Module:
+    """Undo :func:`patch_model`; a model that was not patched stays as it is. Returns ``model``."""
+    inner = _transformers_model(model)
+    before: _Before | None = getattr(inner, _BEFORE, None)
     if before is not None:
-        before.restore(model)
-        delattr(model, _BEFORE)
+        before.restore(inner)
+        delattr(inner, _BEFORE)
     return model
 
 
 @contextmanager
-def mala_attention(
-    model: PreTrainedModel, config: MalaConfig | None = None, **settings: Any
-) -> Iterator[PreTrainedModel]:
+def mala_attention(model: nn.Module, config: MalaConfig | None = None, **settings: Any) -> Iterator[nn.Module]:
     """Patch inside a ``with`` block; what was before is always restored.
 
     Give a :class:`MalaConfig` or its fields: ``with mala_attention(model, tau=0.5): ...``
     """
     if config is not None and settings:
         raise ValueError(f"give a MalaConfig or its fields, not both: got {config} and {settings}")
-    before, was_patched = _Before.of(model), getattr(model, _BEFORE, None)
+    inner = _transformers_model(model)
+    before, was_patched = _Before.of(inner), getattr(inner, _BEFORE, None)
     try:
         yield patch_model(model, MalaConfig.from_dict(settings) if config is None else config)
     finally:
-        before.restore(model)
-        if was_patched is None and hasattr(model, _BEFORE):
-            delattr(model, _BEFORE)
+        before.restore(inner)
+        if was_patched is None and hasattr(inner, _BEFORE):
+            delattr(inner, _BEFORE)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,20 @@ class _Before:
             text_config.mala = self.mala
         elif hasattr(text_config, "mala"):
             del text_config.mala
+
+
+def _transformers_model(model: Any) -> PreTrainedModel:
+    """The one Transformers model in what wraps it."""
+    found: list[PreTrainedModel] = []
+    parts: set[int] = set()
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, PreTrainedModel) and id(module) not in parts:
+            found.append(module)
+            parts |= {id(part) for part in module.modules()}
+    if len(found) != 1:
+        held = f"{len(found)} of them: patch each alone" if found else f"a {type(model).__name__}"
+        raise ValueError(f"this takes a Transformers model, or what wraps one, and got {held}")
+    return found[0]
 
 
 def _text_config(model: PreTrainedModel) -> tuple[str, Any]:
