@@ -40,7 +40,9 @@ def test_help_fits_on_one_screen(arguments, capsys, monkeypatch):
 
 def test_only_commands_that_exist_are_listed():
     listed = build_parser().format_help().split("COMMAND\n")[1]
-    assert [line.split()[0] for line in listed.splitlines() if line.strip()] == list(COMMANDS)
+    names = [line.split()[0] for line in listed.splitlines() if line.strip()]
+    names.remove("lm-eval")  # its help is lm_eval's
+    assert names == list(COMMANDS)
 
 
 def test_no_command_is_wrong_usage(capsys):

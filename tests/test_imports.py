@@ -120,6 +120,7 @@ BEHIND_EXTRAS = {
     "documents": "eval",
     "ruler": "eval",
     "hub": "hub",
+    "lm_eval": "eval",
 }
 
 

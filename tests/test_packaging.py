@@ -99,7 +99,8 @@ def test_the_wheel_holds_the_repository_s_kernels_byte_for_byte(artifacts):
     with zipfile.ZipFile(artifacts[0]) as wheel:
         prefix = "mala_hf/ops/"
         shipped = {name.removeprefix(prefix): wheel.read(name) for name in wheel.namelist() if name.startswith(prefix)}
-        assert {"mala_hf/py.typed", "mala_hf/data/persuasion.txt.gz"} <= set(wheel.namelist())
+        data = {"mala_hf/py.typed", "mala_hf/data/persuasion.txt.gz", "mala_hf/lm_eval/configs/mala_ruler.yaml"}
+        assert data <= set(wheel.namelist())
         assert not [name for name in wheel.namelist() if not name.startswith(("mala_hf/", "mala_hf-"))]
     assert shipped == kernel_files()
 

@@ -18,7 +18,7 @@ from project import ROOT
 from ruler_inputs import digest
 
 from mala_hf.ruler import TASKS, Corpora, clean_prediction, generate, punkt_sentences
-from mala_hf.ruler.metrics import string_match_all, string_match_part
+from mala_hf.ruler.metrics import mean_percent, string_match_all, string_match_part
 
 REFERENCE = ROOT.parent / "shared" / "data" / "ruler_expected"
 pytestmark = pytest.mark.skipif(
@@ -114,15 +114,15 @@ def test_metrics_are_the_original_ones():
     pairs = metrics["pairs"]
     assert len(pairs) == 20
     for pair in pairs:
-        raw, references = [pair["prediction"]], [pair["references"]]
+        raw, references = pair["prediction"], pair["references"]
         cleaned = clean_prediction(pair["prediction"])
         assert cleaned == pair["postprocessed"], pair["name"]
         for metric in (string_match_all, string_match_part):
-            assert metric([cleaned], references) == pair[metric.__name__], pair["name"]
-            assert metric(raw, references) == pair[f"raw_{metric.__name__}"], pair["name"]
+            assert mean_percent([metric(cleaned, references)]) == pair[metric.__name__], pair["name"]
+            assert mean_percent([metric(raw, references)]) == pair[f"raw_{metric.__name__}"], pair["name"]
 
     for group, (first, last) in {"all_20": (1, 20), "first_7": (1, 7), "7_to_9": (7, 9)}.items():
         some = pairs[first - 1 : last]
-        predictions, references = [pair["postprocessed"] for pair in some], [pair["references"] for pair in some]
         for metric in (string_match_all, string_match_part):
-            assert metric(predictions, references) == metrics["corpus"][group][metric.__name__], group
+            shares = [metric(pair["postprocessed"], pair["references"]) for pair in some]
+            assert mean_percent(shares) == metrics["corpus"][group][metric.__name__], group

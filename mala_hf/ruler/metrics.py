@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-Metric = Callable[[Sequence[str], Sequence[Sequence[str]]], float]
+Metric = Callable[[str, Sequence[str]], float]  # of a clean prediction and its references: 0 to 1
 
 
 def clean_prediction(prediction: str) -> str:
@@ -19,17 +19,16 @@ def contained(prediction: str, references: Sequence[str]) -> list[bool]:
     return [reference.lower() in prediction.lower() for reference in references]
 
 
-def _mean_percent(scores: list[float]) -> float:
-    return round(sum(scores) / len(scores) * 100, 2)
+def string_match_all(prediction: str, references: Sequence[str]) -> float:
+    """Return the share of the references that the prediction contains."""
+    return sum(contained(prediction, references)) / len(references)
 
 
-def string_match_all(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Mean share of each prediction's references that it contains, in percent, rounded to two decimals."""
-    pairs = zip(predictions, references, strict=True)
-    return _mean_percent([sum(contained(prediction, some)) / len(some) for prediction, some in pairs])
+def string_match_part(prediction: str, references: Sequence[str]) -> float:
+    """Return 1 if the prediction contains at least one of the references, else 0."""
+    return float(any(contained(prediction, references)))
 
 
-def string_match_part(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Share of the predictions that contain at least one of their references, in percent, rounded to two decimals."""
-    pairs = zip(predictions, references, strict=True)
-    return _mean_percent([float(any(contained(prediction, some))) for prediction, some in pairs])
+def mean_percent(shares: Sequence[float]) -> float:
+    """Mean over samples in percent, rounded to two decimals."""
+    return round(sum(shares) / len(shares) * 100, 2)

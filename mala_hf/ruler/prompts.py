@@ -95,8 +95,12 @@ class Prompter:
             return 0
         return len(self.ids(self.text(question, prefix))) - self.count(question + prefix)
 
-    def draw(self, task: str, *, length: int, num_samples: int, **options: Any) -> list[Prompt]:
-        """Draw samples of a task (``generate``'s options) and write their prompts.
+    def draw(self, task: str, *, length: int, **options: Any) -> list[Prompt]:
+        """Draw samples of a task (as ``samples`` does) and write their prompts."""
+        return [self._finish(sample, length) for sample in self.samples(task, length=length, **options)]
+
+    def samples(self, task: str, *, length: int, num_samples: int, **options: Any) -> list[Sample]:
+        """Draw samples of a task (``generate``'s options).
 
         The length holds the template too, as RULER's does; where the task does not fit beside it, the template comes on top.
         """
@@ -105,12 +109,11 @@ class Prompter:
             return generate(task, tokenizer=self.count, length=room, num_samples=num_samples, **options)
 
         try:
-            samples = samples_of(length - self.template_tokens)
+            return samples_of(length - self.template_tokens)
         except ValueError:
             if not self._chat:
                 raise
-            samples = samples_of(length)
-        return [self._finish(sample, length) for sample in samples]
+            return samples_of(length)
 
     def _finish(self, sample: Sample, length: int) -> Prompt:
         text = self.text(sample.input, sample.answer_prefix)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lm-evaluation-harness's own command, with MALA registered and our tasks beside its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..registration import register
+
+CONFIGS = Path(__file__).parent / "configs"
+COMMANDS = ("run", "ls", "validate")
+
+
+def launch(arguments: Sequence[str]) -> None:
+    """Run lm_eval's command line on the arguments; what it raises is left as it is, ``SystemExit`` too."""
+    from lm_eval.__main__ import cli_evaluate
+
+    register()
+    before = sys.argv
+    sys.argv = ["lm-eval", *with_our_tasks(arguments)]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+
+
+def with_our_tasks(arguments: Sequence[str]) -> list[str]:
+    """Put ``--include_path`` before the other options, so that one of the user's own still wins; calls that only ask for help stay.
+
+    A configuration file is not overridden: with ``--config`` our tasks are there if the file names their folder, ``CONFIGS``.
+    """
+    arguments = list(arguments)
+    command = [one for one in arguments[:1] if one in COMMANDS]
+    options = arguments[len(command) :]
+    has_config = any(one == "--config" or one.startswith(("--config=", "-C")) for one in options)
+    if not options or options in (["--help"], ["-h"]) or has_config:
+        return arguments
+    return [*command, "--include_path", str(CONFIGS), *options]
