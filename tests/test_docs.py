@@ -50,7 +50,8 @@ def test_the_first_example_has_at_most_ten_lines_that_do_something():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/rule.md", "docs/performance.md", "docs/kernel_hub.md", "docs/evaluation.md"]
+    "page",
+    ["README.md", "docs/rule.md", "docs/performance.md", "docs/kernel_hub.md", "docs/evaluation.md", "docs/convert.md"],
 )
 def test_links_to_files_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text("utf-8"))
@@ -62,7 +63,7 @@ def test_the_commands_of_the_readme_are_the_commands_there_are():
     listed = [
         line.split()[0] for line in build_parser().format_help().split("COMMAND\n")[1].splitlines() if line.strip()
     ]
-    assert re.findall(r"^    mala-hf (\w+)  ", README, re.MULTILINE) == listed
+    assert re.findall(r"^    mala-hf ([\w-]+)  ", README, re.MULTILINE) == listed
 
 
 def test_every_table_of_results_is_drawn_from_its_file():
