@@ -6,6 +6,9 @@ Importing this package adds the attention implementations "mala" and "mala_refer
 """
 
 from .config import MalaConfig
+from .convert_bench import Evidence
+from .convert_checkpoint import convert
+from .convert_search import TauSearch
 from .hub import load_kernel
 from .ops.support_reuse import reuse_support
 from .patch import mala_attention, patch_model, unpatch_model
@@ -16,9 +19,12 @@ from .version import __version__
 register()
 
 __all__ = [
+    "Evidence",
     "MalaConfig",
+    "TauSearch",
     "WorkReport",
     "__version__",
+    "convert",
     "load_kernel",
     "mala_attention",
     "patch_model",

@@ -113,11 +113,13 @@ def load_model(
     dtype: torch.dtype | None = None,
     tokenizer: str | None = None,
     rope_scaling: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
     """Return ``(model, tokenizer)`` in evaluation mode: a Hub name or local folder, or without a name the offline checkpoint.
 
     Default device: the GPU if there is one. Default dtype: bfloat16 on a GPU, float32 on a CPU, where bfloat16 is several
     times slower. tokenizer: Hub name or folder of another one than the model's. rope_scaling: see ``rope_scaling.scale_rope``.
+    trust_remote_code: run code that comes with the checkpoint.
     Raises ``OSError`` or ``ValueError`` from Transformers, ``RuntimeError`` from the download, and ``ImportError`` when the
     packages that read GGUF are missing.
     """
@@ -127,23 +129,28 @@ def load_model(
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device} was asked for, but torch sees no GPU")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    loaded_tokenizer = load_tokenizer(tokenizer or name)
+    loaded_tokenizer = load_tokenizer(tokenizer or name, trust_remote_code=trust_remote_code)
     place, arguments = (name, {}) if name is not None else offline_place()
     if rope_scaling is not None:
         file = {key: value for key, value in arguments.items() if key == "gguf_file"}
-        arguments["config"] = scale_rope(AutoConfig.from_pretrained(place, **file), rope_scaling)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **file)
+        arguments["config"] = scale_rope(config, rope_scaling)
     model = AutoModelForCausalLM.from_pretrained(
-        place, dtype=dtype, attn_implementation=attn_implementation, **arguments
+        place,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        **arguments,
     )
     return model.eval().to(device), loaded_tokenizer
 
 
-def load_tokenizer(name: str | None = None) -> Any:
+def load_tokenizer(name: str | None = None, *, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a Hub name or local folder, by default that of the offline checkpoint; raises as ``load_model``."""
     from transformers import AutoTokenizer
 
     if name is not None:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     place, arguments = offline_place()
     tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=arguments["gguf_file"])
     tokenizer.model_max_length = GGUF_CONTEXT

@@ -15,7 +15,7 @@ from .registration import NAME
 
 @dataclass(frozen=True)
 class Implementation:
-    """One column of a comparison; ``tau`` is None for all but "mala"."""
+    """One column of a comparison; ``tau`` is None for all but "mala", and there for the settings that the model's config holds."""
 
     name: str
     tau: float | None = None
@@ -50,9 +50,12 @@ def implementations_of(names: Iterable[str], taus: Iterable[float]) -> list[Impl
 
 @contextmanager
 def using_implementation(model: Any, name: str, tau: float | None = None) -> Iterator[None]:
-    """Run the model with one attention implementation ("mala" with tau, by default 1); what was before is always put back."""
+    """Run the model with one attention implementation; what was before is always put back.
+
+    "mala" runs with ``tau``, or without one with the settings in the model's config, where there are none with the defaults.
+    """
     if name == NAME:
-        with mala_attention(model, tau=1.0 if tau is None else tau):
+        with mala_attention(model, saved_settings(model) if tau is None else MalaConfig(tau=tau)):
             yield
         return
     original = model.config._attn_implementation
@@ -61,3 +64,9 @@ def using_implementation(model: Any, name: str, tau: float | None = None) -> Ite
         yield
     finally:
         model.set_attn_implementation(original)
+
+
+def saved_settings(model: Any) -> MalaConfig:
+    """Return the settings in the config of the model's text layers, the defaults where there are none."""
+    saved = getattr(model.config.get_text_config(), "mala", None)
+    return MalaConfig() if saved is None else MalaConfig.from_dict(saved)

@@ -113,6 +113,8 @@ def distributions_of(module: str) -> set[str]:
 
 # modules behind a command that asks for its extra first, and a folder that nothing else imports
 BEHIND_EXTRAS = {
+    "convert_evidence": "demo",
+    "convert_ruler": "demo",
     "demo": "demo",
     "report": "demo",
     "checkpoint": "demo",

@@ -95,15 +95,21 @@ def prepare_samples(
 
 
 def evaluate(
-    settings: RulerSettings, *, make_bar: MakeBar, notice: Callable[[str], None]
+    settings: RulerSettings,
+    *,
+    make_bar: MakeBar,
+    notice: Callable[[str], None],
+    loaded: tuple[Any, Any] | None = None,
 ) -> tuple[list[Prompt], list[dict[str, Any]], dict[str, Any]] | None:
     """Answer every sample with every implementation, but for what the output folder has answers to already.
+
+    loaded: model and tokenizer, in place of what the settings would load.
 
     Returns the prompts, their answers and what the answers were made with (JSON types); of several processes only in the first.
     Raises ``ValueError`` for a length beyond the model, and what loading, drawing and the store of answers raise.
     """
     ranks = Ranks.of_environment(settings.device)
-    model, tokenizer = load_model(
+    model, tokenizer = loaded or load_model(
         settings.model,
         device=ranks.device(settings.device),
         dtype=settings.dtype,

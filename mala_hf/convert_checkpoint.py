@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An existing checkpoint becomes a MALA checkpoint: the same weights, settings in its config, and the evidence of what they do."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checkpoint import default_device, load_model
+from .config import MalaConfig
+from .convert_bench import Bench, Evidence
+from .convert_config import MODELING, auto_map_of, converted_config
+from .convert_evidence import gather, taus_in
+from .convert_gguf import gguf_name, gguf_place, is_gguf, unpack_gguf
+from .convert_output import bytes_to_copy, check_output, check_room, work_folder, write_checkpoint
+from .convert_report import FOLDER, card_with_section, report_files
+from .convert_ruler import draw_ruler
+from .convert_search import TauSearch
+from .convert_source import CONFIG, Source, open_source, read_folder
+from .convert_tuning import search_taus
+from .info import device_name, versions
+from .patch import patch_model
+
+FORMAT = "mala-hf conversion 1"
+CARD = "README.md"
+
+
+def tell(message: str) -> None:
+    """Tell the user, on stderr, what is going on."""
+    print(f"mala-hf: {message}", file=sys.stderr)
+
+
+def convert(
+    checkpoint: str | Path,
+    output: str | Path,
+    config: MalaConfig | None = None,
+    *,
+    search: TauSearch | None = None,
+    evidence: Evidence | None = None,
+    auto_map: bool = False,
+    link: bool = True,
+    trust_remote_code: bool = False,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    dry_run: bool = False,
+    quiet: bool = False,
+    say: Callable[[str], None] = tell,
+) -> dict[str, Any]:
+    """Write the checkpoint with MALA's settings into the new folder ``output``, and return the report (JSON types) that lies in it.
+
+    The output appears when everything in it is finished. What was measured until then is kept in a hidden folder beside it, so that
+    the same call goes on after it was stopped; that folder is gone when the output is there.
+
+    Args:
+        checkpoint: a folder with safetensors, a name of the hub (``org/name`` or ``org/name@revision``), a GGUF file, which is
+            unpacked to float32, or "smollm2" for the offline checkpoint.
+        config: the settings, by default tau 1 in all layers; taus and "sdpa" of layers and heads.
+        search: choose a tau for each layer under this budget, in place of ``config``.
+        evidence: on what to measure before and after.
+        auto_map: let ``trust_remote_code=True`` alone load it with MALA, through a module that imports this package.
+        link: hard-link the weights where the file system can, so that they take no room. A file that is linked is one file: what
+            writes into it changes both checkpoints.
+        trust_remote_code: run code that comes with the checkpoint; it is carried along in any case.
+        device, dtype: to measure on, as ``checkpoint.load_model`` chooses by default. The weights stay as they are.
+        dry_run: check the checkpoint and return the plan; no weights are loaded or downloaded, and nothing is written.
+        say: is told what is going on; ``quiet``: without progress bars.
+
+    Raises:
+        FileExistsError: if the output is there already.
+        OSError: for a name or folder that cannot be had, and a full disk; nothing that was finished is lost.
+        ValueError: for a checkpoint that is damaged, has no safetensors or cannot run MALA, and for settings that do not fit it.
+        ImportError: without the packages of the extra ``demo``, or for RULER ``eval``.
+    """
+    output, name, evidence = Path(output), str(checkpoint), Evidence() if evidence is None else evidence
+    if config is not None and search is not None:
+        raise ValueError("give settings or a search for them, not both")
+    settings = MalaConfig() if config is None else config
+    if settings.tile is not None:
+        raise ValueError(
+            f"a conversion measures the shipped tiles, which fit each device: leave out tile={settings.tile}"
+        )
+    check_output(output)
+    work = work_folder(output)
+    source, model_config = _open(name, work, download=not dry_run, trust_remote_code=trust_remote_code, say=say)
+    _check_model(model_config, settings, trust_remote_code)
+    modules = auto_map_of(model_config) if auto_map else None
+    needed = 0 if source is None else bytes_to_copy(source, output, link=link)
+    if dry_run:
+        place = torch.device(device) if device is not None else default_device()
+        return {
+            "model": gguf_name(name) if source is None else source.name,
+            "settings": None if search else settings.to_dict(),
+            "search": asdict(search) if search else None,
+            "evidence": asdict(evidence) | {"length": evidence.length_for(model_config, place), "device": str(place)},
+            "auto_map": modules[0] if modules else None,
+            "weights": None
+            if source is None
+            else {"files": list(source.weights), "bytes": source.bytes_of(source.weights)},
+            "bytes_to_copy": needed,
+            "others": [] if source is None else list(source.others),
+            "left_out": [] if source is None else list(source.left_out),
+            "finished_measurements": len(list(work.glob("*.json"))),
+        }
+    assert source is not None  # only the plan does without
+    check_room(needed, output)
+    if source.left_out:
+        say(f"left out, weights in other forms: {', '.join(source.left_out)}")
+    model, tokenizer = load_model(str(source.folder), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    made_with = {
+        "source": source.fingerprint(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device_name(model.device),
+        "versions": versions(),
+    }
+    parts = 2 if search else 1
+    bench = Bench.open(model, tokenizer, evidence, work, made_with, parts=parts, say=say, quiet=quiet)
+    if evidence.ruler_samples:
+        draw_ruler(bench, evidence)
+    found = None
+    if search:
+        settings, found = search_taus(bench, search)
+    report = {
+        "format": FORMAT,
+        "model": source.name,
+        "settings": settings.to_dict(),
+        "dtype": made_with["dtype"],
+        "device": made_with["device"],
+        "versions": made_with["versions"],
+        "text": bench.text,
+        "length": bench.length,
+        "windows": bench.windows,
+        "search": found,
+        **gather(bench, settings, evidence, source.name, part=parts - 1),
+    }
+    texts = report_files(report) | _changed_files(source, model_config, settings, modules, report)
+    source = replace(source, others=tuple(one for one in source.others if not one.startswith(f"{FOLDER}/")))
+    done = write_checkpoint(source, output, texts, link=link)
+    say(f"{output}: {done['linked']} weight files linked, {done['copied']} copied")
+    shutil.rmtree(work, ignore_errors=True)
+    return report
+
+
+def _open(
+    name: str, work: Path, *, download: bool, trust_remote_code: bool, say: Callable[[str], None]
+) -> tuple[Source | None, Any]:
+    """Return the source, None for a GGUF file that is not to be unpacked, and its config as Transformers reads it."""
+    from transformers import AutoConfig
+
+    if is_gguf(name):
+        unpacked = work / "unpacked"
+        if not unpacked.exists():
+            if not download:
+                place, arguments = gguf_place(name)
+                return None, AutoConfig.from_pretrained(place, gguf_file=arguments["gguf_file"])
+            say(f"unpacking {gguf_name(name)} to float32")
+            work.mkdir(exist_ok=True)
+            unpack_gguf(name, unpacked)
+        source = read_folder(unpacked, gguf_name(name))
+    else:
+        source = open_source(name, download=download)
+    return source, AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+
+
+def _check_model(model_config: Any, settings: MalaConfig, trust_remote_code: bool) -> None:
+    """Raise ``ValueError`` unless a model of this config can run MALA with the settings; it is built without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=trust_remote_code)
+    patch_model(model, replace(settings, kernel=None))
+    taus_in(settings, model_config.get_text_config())
+
+
+def _changed_files(
+    source: Source,
+    model_config: Any,
+    settings: MalaConfig,
+    modules: tuple[dict[str, str], str] | None,
+    report: dict[str, Any],
+) -> dict[str, str]:
+    """Return ``config.json``, the model card, and the module of ``auto_map`` if there is one."""
+    raw = converted_config(source.config, model_config, settings)
+    card = (source.folder / CARD).read_text("utf-8") if CARD in source.others else None
+    files = {CARD: card_with_section(card, report, auto_map=modules is not None)}
+    if modules is not None:
+        raw["auto_map"] = raw.get("auto_map", {}) | modules[0]
+        files[f"{MODELING}.py"] = modules[1]
+    return files | {CONFIG: json.dumps(raw, indent=2, ensure_ascii=False) + "\n"}
