@@ -10,7 +10,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .backward_gradients import backward_key_kernel, backward_query_kernel
+from .backward_gradients import DELTA_ROWS, backward_delta_kernel, backward_key_kernel, backward_query_kernel
 from .backward_support import backward_support_kernel
 from .blockwise import Settings
 from .descriptors import descriptor
@@ -85,12 +85,10 @@ def launch_backward(
     left, right = settings.window
     shared: dict[str, Any] = {
         "lse_ptr": lse,
-        "delta_ptr": delta,
         "mask_ptr": None,
         "bounds_ptr": sequences.bounds,
         **strides("q", q),
         **strides("k", k),
-        **strides("g", do),
         "stride_mb": 0,
         "stride_mh": 0,
         "stride_ms": 0,
@@ -108,11 +106,9 @@ def launch_backward(
         "softmax_scale": settings.softmax_scale,
         "softcap_log2": settings.softcap * LOG2_E.value,
         "HEAD_DIM": head_dim,
-        "V_HEAD_DIM": v_head_dim,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
         "STRIDE_UNIT": unit,
         "USE_TMA": use_tma,
         "IS_PACKED": sequences.is_packed,
@@ -131,6 +127,9 @@ def launch_backward(
         mask = mask.expand(batch, num_heads, total_q, -1).view(torch.int8)
         shared |= dict(zip(("mask_ptr", "stride_mb", "stride_mh", "stride_ms"), (mask, *mask.stride()[:3])))
 
+    of_gradients = {**shared, **strides("v", v), **strides("g", do)}
+    of_gradients |= {"delta_ptr": delta, "V_HEAD_DIM": v_head_dim, "BLOCK_DV": block_dv}
+
     def tiled(x: Tensor, rows: int, width: int):
         return descriptor(x, rows, width) if use_tma else x
 
@@ -144,20 +143,26 @@ def launch_backward(
         group = config.rows_per_score // block_m if support is None else 1
         scoring = config.score if support is None else config.score_saved
         backward_support_kernel[(math.ceil(num_q_tiles / group) * math.prod(heads),)](
-            q, tiled(k, block_n, block_d), out, do, saved_ptr=support, by_query_ptr=by_query, by_key_ptr=by_key,
-            **shared, **strides("o", out), **visible, tau=settings.tau, GROUP=group, HAS_SAVED=support is not None, **shape_of(scoring),
+            q, tiled(k, block_n, block_d), saved_ptr=support, by_query_ptr=by_query, by_key_ptr=by_key, **shared, **visible,
+            tau=settings.tau, GROUP=group, HAS_SAVED=support is not None, **shape_of(scoring),
+        )  # fmt: skip
+        blocks = math.ceil(sequences.max_seqlen_q / DELTA_ROWS)
+        backward_delta_kernel[(blocks * sequences.num_sequences, num_heads)](
+            out, do, delta, sequences.bounds, **strides("o", out), **strides("g", do),
+            q_begin=q_begin, q_end=q_end, total_q=total_q, num_blocks=blocks, num_heads=num_heads, V_HEAD_DIM=v_head_dim, BLOCK_DV=block_dv,
+            ROWS=DELTA_ROWS, STRIDE_UNIT=unit, IS_PACKED=sequences.is_packed, HAS_BOUNDS=is_ragged, num_warps=4,
         )  # fmt: skip
         if dq is not None:
             step = config.query.step
             backward_query_kernel[(num_q_tiles * math.prod(heads),)](
                 q, tiled(k, step, block_d), tiled(v, step, block_dv), do, dq, support_ptr=by_query,
-                **shared, **strides("v", v), STEP=step, **shape_of(config.query),
+                **of_gradients, STEP=step, **shape_of(config.query),
             )  # fmt: skip
         if dk is not None:
             step = config.key.step
             backward_key_kernel[(num_k_tiles * block_n // step * num_kv_heads * sequences.num_sequences,)](
                 tiled(q, block_m, block_d), k, v, tiled(do, block_m, block_dv), dk, dv, support_ptr=by_key,
-                **shared, **strides("v", v), total_k=total_k, STEP=step, **shape_of(config.key),
+                **of_gradients, total_k=total_k, STEP=step, **shape_of(config.key),
             )  # fmt: skip
     if needs[2] and sinks is not None:
         # d lse / d sink = exp(sink - lse), and the output moves by -out of it

@@ -13,6 +13,38 @@ from .backward_support import RUNTIME_VALUES, sequence_bounds
 from .support import load_words, next_bit
 from .tile_steps import LOG2_E, key_range, legal_pairs, load_tile
 
+DELTA_ROWS = 32  # of one program
+DELTA_VALUES = ["stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "q_begin", "q_end", "total_q",
+                "num_blocks", "num_heads"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=DELTA_VALUES)
+def backward_delta_kernel(
+    out_ptr, do_ptr, delta_ptr, bounds_ptr, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
+    q_begin, q_end, total_q, num_blocks, num_heads,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, STRIDE_UNIT: tl.constexpr, IS_PACKED: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """delta: the sum over the value head_dim of out * do, one float32 for each row; float32 (batch, num_heads, total_q).
+
+    In a kernel of its own, because the order of a sum follows from the launch shape: with and without a saved support it is the same.
+    """
+    sequence = tl.program_id(0) // num_blocks
+    head = tl.program_id(1)
+    q_begin, q_end, _, _ = sequence_bounds(bounds_ptr, sequence, q_begin, q_end, 0, 0, HAS_BOUNDS)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    rows = (q_begin + tl.program_id(0) % num_blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row_exists = rows < q_end
+    batch64 = tl.cast(0 if IS_PACKED else sequence, tl.int64)
+    head64 = head.to(tl.int64)
+    mask = row_exists[:, None] & (offs_dv < V_HEAD_DIM)[None, :]
+    out_rows = out_ptr + (batch64 * stride_ob + head64 * stride_oh + rows * stride_os) * STRIDE_UNIT
+    do_rows = do_ptr + (batch64 * stride_gb + head64 * stride_gh + rows * stride_gs) * STRIDE_UNIT
+    out = tl.load(out_rows[:, None] + offs_dv[None, :], mask=mask, other=0.0)
+    do = tl.load(do_rows[:, None] + offs_dv[None, :], mask=mask, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(delta_ptr + (batch64 * num_heads + head) * total_q + rows, delta, mask=row_exists)
+
 
 @triton.jit
 def _probabilities(scores, lse_log2, scale_log2, softcap_log2, HAS_SOFTCAP: tl.constexpr):

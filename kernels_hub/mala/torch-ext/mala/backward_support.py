@@ -35,18 +35,6 @@ def sequence_bounds(bounds_ptr, sequence, q_begin, q_end, k_begin, k_end, HAS_BO
 
 
 @triton.jit
-def _store_delta(
-    out_ptr, do_ptr, delta_ptr, rows, row_exists, stride_os, stride_gs, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr
-):
-    """delta: the sum over the value head_dim of out * do, one float32 for each row."""
-    offs_dv = tl.arange(0, BLOCK_DV)
-    mask = row_exists[:, None] & (offs_dv < V_HEAD_DIM)[None, :]
-    out = tl.load(out_ptr + rows[:, None] * stride_os + offs_dv[None, :], mask=mask, other=0.0)
-    do = tl.load(do_ptr + rows[:, None] * stride_gs + offs_dv[None, :], mask=mask, other=0.0)
-    tl.store(delta_ptr + rows, tl.sum(out.to(tl.float32) * do.to(tl.float32), 1), mask=row_exists)
-
-
-@triton.jit
 def _retains(q_tile, k, k_base, batch, kv_head, k_begin, tile, seqlen_k, position, row_exists, mask_base, stride_ms, limit,
              whole_low, whole_high, window_left, window_right, stride_ks, scale_log2, softcap_log2,
              HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
@@ -69,18 +57,16 @@ def _retains(q_tile, k, k_base, batch, kv_head, k_begin, tile, seqlen_k, positio
 
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def backward_support_kernel(
-    q_ptr, k, out_ptr, do_ptr, lse_ptr, delta_ptr, saved_ptr, by_query_ptr, by_key_ptr, mask_ptr, visible_ptr, bounds_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
-    stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_nb, stride_nh,
+    q_ptr, k, lse_ptr, saved_ptr, by_query_ptr, by_key_ptr, mask_ptr, visible_ptr, bounds_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_mb, stride_mh, stride_ms, stride_nb, stride_nh,
     q_begin, q_end, k_begin, k_end, total_q, num_q_tiles, num_k_tiles,
     num_heads, num_kv_groups, window_left, window_right, softmax_scale, softcap_log2, tau,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, USE_TMA: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_SAVED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """GROUP neighbouring query tiles of one head: their deltas, and the key tiles with exp(tile max - lse) >= tau / L_q in some row."""
+    """GROUP neighbouring query tiles of one head: the key tiles with exp(tile max - lse) >= tau / L_q in some row."""
     num_groups = tl.cdiv(num_q_tiles, GROUP)
     program = tl.program_id(0)
     q_tile_index = (num_groups - 1 - program % num_groups) * GROUP  # the longest rows first
@@ -103,11 +89,6 @@ def backward_support_kernel(
     batch64 = tl.cast(batch, tl.int64)
     head64 = head.to(tl.int64)
     row_base = (batch64 * num_heads + head) * total_q
-    _store_delta(
-        out_ptr + (batch64 * stride_ob + head64 * stride_oh) * STRIDE_UNIT,
-        do_ptr + (batch64 * stride_gb + head64 * stride_gh) * STRIDE_UNIT,
-        delta_ptr + row_base, rows, row_exists, stride_os * STRIDE_UNIT, stride_gs * STRIDE_UNIT, V_HEAD_DIM, BLOCK_DV,
-    )  # fmt: skip
     q_base = (batch64 * stride_qb + head64 * stride_qh) * STRIDE_UNIT
     k_base = (batch64 * stride_kb + kv_head.to(tl.int64) * stride_kh) * STRIDE_UNIT
     q_tile = tl.load(q_ptr + q_base + rows[:, None] * (stride_qs * STRIDE_UNIT) + offs_d[None, :],

@@ -43,8 +43,8 @@ def _either(a, b):
 def discover_kernel(
     q_ptr, rows_ptr, quantized_ptr, norms_ptr, candidates_ptr, stride_qb, stride_qs, stride_qh,
     q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles, num_heads, num_kv_groups, words, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    GROUP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """GROUP neighbouring query tiles of one head: a bit for each key tile before their first ones that may be retained."""
     num_groups = tl.cdiv(seqlen_q, GROUP * BLOCK_M)
@@ -58,20 +58,16 @@ def discover_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     row_exists = offs_m < seqlen_q
     batch64 = batch.to(tl.int64)
-    q_rows = (
-        q_ptr
-        + batch64 * stride_qb
-        + head.to(tl.int64) * stride_qh
-        + (q_begin + offs_m).to(tl.int64)[:, None] * stride_qs
-    )
+    q_base = (batch64 * stride_qb + head.to(tl.int64) * stride_qh) * STRIDE_UNIT
+    q_rows = q_ptr + q_base + (q_begin + offs_m).to(tl.int64)[:, None] * (stride_qs * STRIDE_UNIT)
     q_tile = tl.load(q_rows + offs_d[None, :], mask=row_exists[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
     numbers = rows_ptr + (batch64 * num_heads + head) * ROW_NUMBERS * seqlen_q + offs_m
-    scale = tl.load(numbers, mask=row_exists, other=1.0)
+    inverse = tl.load(numbers, mask=row_exists, other=1.0)
     needed = tl.load(numbers + seqlen_q, mask=row_exists, other=float("inf"))
     per_kept = tl.load(numbers + 2 * seqlen_q, mask=row_exists, other=0.0)
     per_lost = tl.load(numbers + 3 * seqlen_q, mask=row_exists, other=0.0)
     per_norm = tl.load(numbers + 4 * seqlen_q, mask=row_exists, other=0.0)
-    q_int8 = tl.floor(q_tile.to(tl.float32) / scale[:, None] + 0.5).to(tl.int8)
+    q_int8 = tl.floor(q_tile.to(tl.float32) * inverse[:, None] + 0.5).to(tl.int8)
 
     first = 0
     if HAS_LEFT:
@@ -126,16 +122,18 @@ def launch_discover(
     norms = torch.empty(batch, num_kv_heads, num_k_tiles, KEY_NUMBERS.value, dtype=torch.float32, device=q.device)
     rows = torch.empty(batch, num_heads, ROW_NUMBERS.value, seqlen_q, dtype=torch.float32, device=q.device)
     left, right = settings.window
-    blocks = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "BLOCK_D": block_d}
+    unit = 8 if all(stride % 8 == 0 for x in (q, k) for stride in x.stride()[:3]) else 1
+    q_strides, k_strides = ([stride // unit for stride in x.stride()[:3]] for x in (q, k))
+    blocks = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "BLOCK_D": block_d, "STRIDE_UNIT": unit}
     sides = {"HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0}
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         quantize_keys_kernel[(num_k_tiles, num_kv_heads, batch)](
-            k, mean, quantized, norms, *k.stride()[:3], seqlen_k, num_k_tiles, num_kv_heads, **blocks, num_warps=8,
+            k, mean, quantized, norms, *k_strides, seqlen_k, num_k_tiles, num_kv_heads, **blocks, num_warps=8,
         )  # fmt: skip
         bound_rows_kernel[(q_tiles * num_heads * batch,)](
-            q, k, mean, rows, candidates, *q.stride()[:3], *k.stride()[:3], q_begin, seqlen_q, seqlen_k, num_q_tiles,
+            q, k, mean, rows, candidates, *q_strides, *k_strides, q_begin, seqlen_q, seqlen_k, num_q_tiles,
             num_heads, num_kv_groups, words, left, right, settings.softmax_scale * LOG2_E.value, settings.tau,
-            BLOCK_M=block_m, **blocks, **sides, num_warps=4,
+            BLOCK_M=block_m, **blocks, **sides, num_warps=8,
         )  # fmt: skip
         if use_hopper is None and HAS_GLUON_FOR_HOPPER and nvidia_major(q.device) == 9:
             from . import discover_hopper
@@ -148,7 +146,7 @@ def launch_discover(
             return candidates
         group = max(config.rows // block_m, 1)
         discover_kernel[(math.ceil(q_tiles / group) * num_heads * batch,)](
-            q, rows, quantized, norms, candidates, *q.stride()[:3], q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles,
+            q, rows, quantized, norms, candidates, *q_strides, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles,
             num_heads, num_kv_groups, words, left, right, BLOCK_M=block_m, GROUP=group, **blocks, **sides,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

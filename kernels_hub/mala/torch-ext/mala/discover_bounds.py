@@ -19,12 +19,11 @@ from .support import set_bit
 from .tile_steps import key_range, legal_pairs, load_tile
 
 LARGEST = tl.constexpr(127.0)
-COLUMNS = tl.constexpr(32)
 # of a float32 product of 16-bit numbers, per term, relative to the product of norms
 PRODUCT_ROUNDING = tl.constexpr(2.0**-23)
 # of the float32 arithmetic on bounds and of the running normalizer: log2 units, and relative
 BOUND_ROUNDING = tl.constexpr(2.0**-14)
-# numbers per row: INT8 scale, needed, per |k_hat|, per |e_k|, per |k|; the last four in units of the scale
+# numbers per row: inverse INT8 scale, needed, per |k_hat|, per |e_k|, per |k|; the last four in units of the scale
 ROW_NUMBERS = tl.constexpr(5)
 # numbers per key tile: INT8 scale, largest |k_hat|, |e_k| and |k|
 KEY_NUMBERS = tl.constexpr(4)
@@ -38,7 +37,7 @@ RUNTIME_VALUES = [
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def quantize_keys_kernel(
     k_ptr, mean_ptr, quantized_ptr, norms_ptr, stride_kb, stride_ks, stride_kh, seqlen_k, num_k_tiles, num_kv_heads,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr,
 ):  # fmt: skip
     """One key tile: int8 (BLOCK_N, BLOCK_D), and its scale, largest |k_hat|, largest |e_k| and largest |k|."""
     tile = tl.program_id(0)
@@ -47,10 +46,9 @@ def quantize_keys_kernel(
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     mask = (keys < seqlen_k)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    base = batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
-    k = tl.load(k_ptr + base + keys.to(tl.int64)[:, None] * stride_ks + offs_d[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
+    k_base = (batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh) * STRIDE_UNIT
+    k_rows = k_ptr + k_base + keys.to(tl.int64)[:, None] * (stride_ks * STRIDE_UNIT)
+    k = tl.load(k_rows + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
     head_index = batch * num_kv_heads + head
     mean = tl.load(mean_ptr + head_index * HEAD_DIM + offs_d, mask=offs_d < HEAD_DIM, other=0.0)
     centred = tl.where(mask, k - mean[None, :], 0.0)
@@ -69,33 +67,22 @@ def quantize_keys_kernel(
 
 
 @triton.jit
-def _row_norms(q_ptr, mean_ptr, rows, row_exists, stride_qs, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Per row: INT8 scale, q mean, |q|, |q_hat|, |e_q|; and |mean|. A few columns at a time: whole rows would spill."""
-    columns = tl.arange(0, COLUMNS)
-    q_rows = q_ptr + rows[:, None] * stride_qs
-    largest = tl.zeros([rows.shape[0]], tl.float32)
-    for start in tl.range(0, BLOCK_D, COLUMNS):
-        mask = row_exists[:, None] & (start + columns < HEAD_DIM)[None, :]
-        q = tl.load(q_rows + (start + columns)[None, :], mask=mask, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(q), 1))
-    scale = tl.maximum(largest, 1e-30) / LARGEST
-    of_mean = tl.zeros_like(scale)
-    norm = tl.zeros_like(scale)
-    kept_norm = tl.zeros_like(scale)
-    lost_norm = tl.zeros_like(scale)
-    mean_norm = 0.0
-    for start in tl.range(0, BLOCK_D, COLUMNS):
-        mask = row_exists[:, None] & (start + columns < HEAD_DIM)[None, :]
-        q = tl.load(q_rows + (start + columns)[None, :], mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + start + columns, mask=start + columns < HEAD_DIM, other=0.0)
-        kept = tl.floor(q / scale[:, None] + 0.5) * scale[:, None]
-        lost = q - kept
-        of_mean += tl.sum(q * mean[None, :], 1)
-        norm += tl.sum(q * q, 1)
-        kept_norm += tl.sum(kept * kept, 1)
-        lost_norm += tl.sum(lost * lost, 1)
-        mean_norm += tl.sum(mean * mean, 0)
-    return scale, of_mean, tl.sqrt(norm), tl.sqrt(kept_norm), tl.sqrt(lost_norm), tl.sqrt(mean_norm)
+def _row_norms(q_tile, mean):
+    """Per row: INT8 scale and its inverse, q mean, |q|, |q_hat|, |e_q|."""
+    q = q_tile.to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(q), 1), 1e-30) / LARGEST
+    inverse = 1.0 / scale
+    kept = tl.floor(q * inverse[:, None] + 0.5) * scale[:, None]
+    lost = q - kept
+    of_mean = tl.sum(q * mean[None, :], 1)
+    return (
+        scale,
+        inverse,
+        of_mean,
+        tl.sqrt(tl.sum(q * q, 1)),
+        tl.sqrt(tl.sum(kept * kept, 1)),
+        tl.sqrt(tl.sum(lost * lost, 1)),
+    )
 
 
 @triton.jit
@@ -111,7 +98,7 @@ def first_retained_tile(start_m, seqlen_q, seqlen_k, window_right, BLOCK_N: tl.c
 def bound_rows_kernel(
     q_ptr, k_ptr, mean_ptr, rows_ptr, candidates_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, num_kv_groups, words, window_left, window_right, scale_log2, tau,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """One query tile: its first tiles, exactly, into ``candidates``; ROW_NUMBERS float32 (batch, heads, ROW_NUMBERS, seqlen_q) each."""
@@ -129,10 +116,10 @@ def bound_rows_kernel(
     row_exists = offs_m < seqlen_q
     position = offs_m + seqlen_k - seqlen_q
     batch64 = batch.to(tl.int64)
-    q_base = batch64 * stride_qb + head.to(tl.int64) * stride_qh
-    k_base = batch64 * stride_kb + kv_head.to(tl.int64) * stride_kh
+    q_base = (batch64 * stride_qb + head.to(tl.int64) * stride_qh) * STRIDE_UNIT
+    k_base = (batch64 * stride_kb + kv_head.to(tl.int64) * stride_kh) * STRIDE_UNIT
     rows = (q_begin + offs_m).to(tl.int64)
-    q_tile = tl.load(q_ptr + q_base + rows[:, None] * stride_qs + offs_d[None, :],
+    q_tile = tl.load(q_ptr + q_base + rows[:, None] * (stride_qs * STRIDE_UNIT) + offs_d[None, :],
                      mask=row_exists[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
     _, high, _, _, row_low, row_high = key_range(
         start_m, position, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, HAS_LEFT, HAS_RIGHT
@@ -144,7 +131,7 @@ def bound_rows_kernel(
     candidate_row = candidates_ptr + ((batch64 * num_heads + head) * num_q_tiles + q_tile_index) * words
     for tile in range(first_seed, tl.cdiv(high, BLOCK_N)):
         start_n = tile * BLOCK_N
-        k_tile = load_tile(k_ptr, k_base, batch, kv_head, 0, start_n, seqlen_k, offs_d, stride_ks, HEAD_DIM, True, False,
+        k_tile = load_tile(k_ptr, k_base, batch, kv_head, 0, start_n, seqlen_k, offs_d, stride_ks * STRIDE_UNIT, HEAD_DIM, True, False,
                            BLOCK_N, BLOCK_D)  # fmt: skip
         scores = tl.dot(q_tile, k_tile.T)
         legal = legal_pairs(
@@ -158,19 +145,13 @@ def bound_rows_kernel(
         row_max = new_max
         set_bit(candidate_row, tile, start_m >= 0)
 
-    scale, of_mean, norm, kept_norm, lost_norm, mean_norm = _row_norms(
-        q_ptr + q_base,
-        mean_ptr + (batch * num_kv_heads + kv_head) * HEAD_DIM,
-        rows,
-        row_exists,
-        stride_qs,
-        HEAD_DIM,
-        BLOCK_D,
-    )
+    mean = tl.load(mean_ptr + (batch * num_kv_heads + kv_head) * HEAD_DIM + offs_d, mask=offs_d < HEAD_DIM, other=0.0)
+    mean_norm = tl.sqrt(tl.sum(mean * mean, 0))
+    scale, inverse, of_mean, norm, kept_norm, lost_norm = _row_norms(q_tile, mean)
     limit = limit_of(row_max + tl.log2(row_sum), log2_threshold(row_high - row_low, tau), row_exists, FORWARD_SLACK)
     needed = (limit - (1.0 + tl.abs(limit)) * BOUND_ROUNDING) / scale_log2 - of_mean - norm * mean_norm * BOUND_ROUNDING
     numbers = rows_ptr + (batch64 * num_heads + head) * ROW_NUMBERS * seqlen_q + offs_m
-    tl.store(numbers, scale, mask=row_exists)
+    tl.store(numbers, inverse, mask=row_exists)
     tl.store(numbers + seqlen_q, needed / scale, mask=row_exists)
     tl.store(numbers + 2 * seqlen_q, lost_norm * (1.0 + BOUND_ROUNDING) / scale, mask=row_exists)
     tl.store(numbers + 3 * seqlen_q, (kept_norm + lost_norm) * (1.0 + BOUND_ROUNDING) / scale, mask=row_exists)

@@ -70,7 +70,7 @@ def _reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KE
 def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidates_ptr, q_block, k_ring, k_ready, k_free,
                    stride_qs, q_tile_index, first, last, q_begin, seqlen_q,
                    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                   STAGES: gl.constexpr, KEY_NUMBERS: gl.constexpr):  # fmt: skip
+                   STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, KEY_NUMBERS: gl.constexpr):  # fmt: skip
     """One warpgroup: one query tile against key tiles first (even) to last - 1; ``candidates_ptr`` is its row of words."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
@@ -82,10 +82,12 @@ def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidat
     load_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, load_layout))
     mask = (load_m < seqlen_q)[:, None] & (load_d < HEAD_DIM)[None, :]
     q_rows = (q_begin + load_m).to(gl.int64)
-    q = gl.load(q_ptr + q_rows[:, None] * stride_qs + load_d[None, :], mask=mask, other=0.0).to(gl.float32)
-    scale = gl.load(rows_ptr + load_m, mask=load_m < seqlen_q, other=1.0)
+    q = gl.load(q_ptr + q_rows[:, None] * (stride_qs * STRIDE_UNIT) + load_d[None, :], mask=mask, other=0.0).to(
+        gl.float32
+    )
+    inverse = gl.load(rows_ptr + load_m, mask=load_m < seqlen_q, other=1.0)
     q_smem = q_block.index(warpgroup)
-    q_smem.store(gl.floor(q / scale[:, None] + 0.5).to(gl.int8))
+    q_smem.store(gl.floor(q * inverse[:, None] + 0.5).to(gl.int8))
     fence_async_shared()
 
     offs_m = start_m + gl.arange(0, BLOCK_M, row_layout)
@@ -126,8 +128,8 @@ def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidat
 def discover_hopper_kernel(
     q_ptr, k_desc, rows_ptr, norms_ptr, candidates_ptr, stride_qb, stride_qs, stride_qh,
     q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles, num_heads, num_kv_groups, words, window_left, window_right,
-    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    ROW_NUMBERS: gl.constexpr, KEY_NUMBERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STRIDE_UNIT: gl.constexpr,
+    STAGES: gl.constexpr, ROW_NUMBERS: gl.constexpr, KEY_NUMBERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Two neighbouring query tiles of one head."""
     program = gl.program_id(0)
@@ -148,7 +150,7 @@ def discover_hopper_kernel(
     last = gl.maximum(last, first)
     batch64 = batch.to(gl.int64)
     head_index = batch64 * num_heads + head
-    q_head = q_ptr + batch64 * stride_qb + head.to(gl.int64) * stride_qh
+    q_head = q_ptr + (batch64 * stride_qb + head.to(gl.int64) * stride_qh) * STRIDE_UNIT
     head_rows = rows_ptr + head_index * ROW_NUMBERS * seqlen_q
     head_norms = norms_ptr + kv_tiles.to(gl.int64) * KEY_NUMBERS
     head_words = candidates_ptr + (head_index * num_q_tiles + pair * 2) * words
@@ -167,10 +169,10 @@ def discover_hopper_kernel(
     gl.warp_specialize([
         (_discover_rows, (near, q_head, head_rows, head_norms, head_words + words, q_block, k_ring, k_ready, k_free,
                           stride_qs, pair * 2 + 1, first, last, q_begin, seqlen_q,
-                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, KEY_NUMBERS)),
+                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
         (_discover_rows, (far, q_head, head_rows, head_norms, head_words, q_block, k_ring, k_ready, k_free,
                           stride_qs, pair * 2, first, last, q_begin, seqlen_q,
-                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, KEY_NUMBERS)),
+                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
         (_load_keys, (k_desc, k_ring, k_ready, k_free, kv_tiles * BLOCK_N, first, last, STAGES, BLOCK_N)),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -205,11 +207,13 @@ def launch_discover_hopper(
     q_begin, q_end, _, seqlen_k = sequences.common
     seqlen_q = q_end - q_begin
     left, right = settings.window
+    unit = 8 if all(stride % 8 == 0 for stride in q.stride()[:3]) else 1
     with torch.cuda.device(q.device):
         discover_hopper_kernel[(math.ceil(seqlen_q / (2 * block_m)) * num_heads * batch,)](
             q, TensorDescriptor(keys, list(keys.shape), [block_d, 1], [block_n, block_d], _key_layout(block_d)),
-            rows, norms, candidates, *q.stride()[:3], q_begin, seqlen_q, seqlen_k, *candidates.shape[2:3], num_k_tiles,
+            rows, norms, candidates, *(stride // unit for stride in q.stride()[:3]),
+            q_begin, seqlen_q, seqlen_k, *candidates.shape[2:3], num_k_tiles,
             num_heads, num_heads // num_kv_heads, candidates.shape[-1], left, right,
-            HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=STAGES,
+            HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, STRIDE_UNIT=unit, STAGES=STAGES,
             ROW_NUMBERS=ROW_NUMBERS.value, KEY_NUMBERS=KEY_NUMBERS.value, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, num_warps=4,
         )  # fmt: skip
