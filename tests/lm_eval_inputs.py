@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of lm-evaluation-harness run on: a tiny checkpoint that it can load, a tiny task, a tokenizer of words."""
+"""What the tests of lm-evaluation-harness run on: a tiny checkpoint that it can load and a tiny task."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from tiny_model import byte_tokenizer, tiny_llama
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 TASK = """\
 task: tiny_{kind}
@@ -70,10 +67,3 @@ def write_task(folder: Path, answers: list[str]) -> Path:
     for kind, rest in KINDS.items():
         (folder / f"tiny_{kind}.yaml").write_text(TASK.format(kind=kind, data=data) + rest, "utf-8")
     return folder
-
-
-def word_tokenizer() -> Any:
-    """One token for each word and punctuation mark, all the same: for what is counted and never decoded."""
-    tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small texts for the RULER tasks that need one, and a tokenizer that needs no file."""
+"""Small texts for the RULER tasks that need one, and tokenizers that need no file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from mala_hf.ruler import Corpora, Sample, split_at_punctuation
 from mala_hf.text import default_text
 
@@ -16,6 +19,13 @@ from mala_hf.text import default_text
 def count_words(text: str) -> int:
     """Words and punctuation marks."""
     return len(re.findall(r"\w+|[^\w\s]", text))
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Give all words and punctuation marks the same token: for what is counted as ``count_words`` does, and never decoded."""
+    tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")
 
 
 def digest(samples: Sequence[Sample]) -> str:

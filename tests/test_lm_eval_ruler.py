@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lm_eval_inputs import save_checkpoint, word_tokenizer
-from ruler_inputs import write_corpora
+from lm_eval_inputs import save_checkpoint
+from ruler_inputs import word_tokenizer, write_corpora
 
 from mala_hf.implementations import Implementation
 from mala_hf.ruler import TASKS, generate, score

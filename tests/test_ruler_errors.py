@@ -43,6 +43,7 @@ def test_a_tokenizer_too_fine_for_the_solved_chain_is_an_error():
         ({"task": "niah"}, "unknown RULER task 'niah'; the tasks are niah_single_1, "),
         ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
         ({"length": 128}, "niah_single_1 keeps 128 tokens for the answer"),
+        ({"length": 200, "reserved": 72}, "niah_single_1 keeps 128 tokens for the answer"),
         (
             {"tokenizer": "gpt2"},
             "tokenizer must be one of transformers or a function text -> number of tokens, got str",
@@ -51,7 +52,7 @@ def test_a_tokenizer_too_fine_for_the_solved_chain_is_an_error():
         ({"tokenizer": lambda text: 7}, "more for a longer text"),
         ({"task": "qa_1", "num_samples": 3}, "3 samples asked for, but squad has 2 questions"),
     ],
-    ids=["task", "samples", "length", "tokenizer", "ids", "constant", "questions"],
+    ids=["task", "samples", "length", "template", "tokenizer", "ids", "constant", "questions"],
 )
 def test_bad_arguments_are_refused(options, message, corpora):
     arguments = {

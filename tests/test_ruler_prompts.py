@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import pytest
-from ruler_inputs import write_corpora
+from ruler_inputs import word_tokenizer, write_corpora
 from tiny_model import byte_tokenizer
 
 from mala_hf.ruler import generate, sources
@@ -56,6 +57,16 @@ def test_base_prompts_are_those_of_the_original_and_chat_leaves_room_for_its_tem
             assert tokenizer.decode(prompt.ids) == prompt.text
             (depth,) = prompt.depths
             assert prompt.text.index(prompt.outputs[0]) / len(prompt.text) == pytest.approx(depth, abs=0.06)
+
+
+def test_the_template_makes_no_sample_one_of_shorter_lengths():
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = CHAT
+    for length, common in ((4096, 30), (4095, 6)):
+        (prompt,) = Prompter(tokenizer, chat=True).draw("cwe", length=length, num_samples=1)
+        listed = prompt.text.rsplit("most often.\n", 1)[1].split("\nQuestion")[0]
+        assert len(re.findall(rf"\d+\. {prompt.outputs[0]}\b", listed)) == common
+        assert len(prompt.ids) + prompt.answer_tokens <= length
 
 
 def test_a_task_that_fits_only_without_the_template_has_it_on_top():

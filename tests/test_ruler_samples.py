@@ -231,6 +231,48 @@ def test_essays_start_again_when_they_are_too_short(tmp_path):
     assert sample.length > 600
 
 
+def test_documents_repeat_when_there_are_too_few(draw):
+    (sample,) = draw("qa_2", 2048, num_samples=1)
+    counts = [sample.input.count(f"house {number} has") for number in range(100, 112)]
+    assert min(counts) > 1
+    assert max(counts) - min(counts) <= 1
+
+
+def test_long_lists_have_the_words_of_the_longer_list():
+    def few(text: str) -> int:
+        return len(text) // 60
+
+    words = {str(number): f"word{number}" for number in range(60_000)}
+    (sample,) = generate("cwe", tokenizer=few, length=16_384, num_samples=1, corpora=Corpora(english_words=words))
+    listed = re.findall(r"\d+\. (\S+)", sample.input.rsplit("most often.\n", 1)[1].split("\nQuestion")[0])
+    assert len(set(listed)) > 8166
+    assert set(listed) <= set(words.values())
+    assert set(sample.outputs) <= set(words.values())
+    assert 16_384 * 0.9 < sample.length <= 16_384
+
+
+@pytest.mark.parametrize(("length", "reserved", "common"), [(4096, 0, 30), (4096, 40, 30), (4056, 0, 6), (4095, 40, 6)])
+def test_room_for_a_template_makes_no_shorter_length(length, reserved, common, draw):
+    for sample in draw("cwe", length, reserved=reserved):
+        listed = sample.input.rsplit("most often.\n", 1)[1].split("\nQuestion")[0]
+        assert len(re.findall(rf"\d+\. {sample.outputs[0]}\b", listed)) == common
+        assert sample.length <= length - reserved
+
+
+def test_the_solved_chain_is_measured_with_one_newline_behind_it(draw):
+    counted = []
+
+    def count(text: str) -> int:
+        counted.append(text)
+        return count_words(text)
+
+    (sample,) = draw("vt", tokenizer=count, num_samples=1)
+    measured = [text for text in counted if text.endswith("\n")]
+    assert [text.rstrip("\n") + "\n" for text in measured] == measured
+    assert len(measured) == 1
+    assert len(measured[0]) == sample.input.index("\n\nMemorize") + 1
+
+
 def test_keys_are_the_sorted_pairs_also_where_adjectives_begin_alike():
     adjectives = ["old", "old-fashioned", "older", "ad", "ad hoc", "old", "x-rated"]
     nouns = ["fame", "fashioned-man", "man", "art", "zoo"]

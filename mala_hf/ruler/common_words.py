@@ -54,6 +54,6 @@ def draw_task(run: Run) -> Iterator[Draft]:
         return Draft(f"{solved}\n{TEMPLATE.format(context=context)}", ANSWER_PREFIX, answer)
 
     tokens_per_word = run.prompt_tokens(draw(0, 4096)) / 4096  # one long list
-    estimate = int(run.length / tokens_per_word * 2)
+    estimate = int(run.length // tokens_per_word) * 2
     size = largest_size(partial(draw, 0), run.fits, smallest=STEP, estimate=estimate)
     return draw_samples(run, draw, size=size, step=STEP)

@@ -73,10 +73,12 @@ def generate(
     num_samples: int,
     seed: int = 42,
     corpora: Corpora | None = None,
+    reserved: int = 0,
 ) -> list[Sample]:
     """Draw the samples that RULER draws for the same tokenizer, length, number of samples, seed and texts.
 
-    tokenizer: of transformers, or a function from a text to its number of tokens. length: tokens of prompt and answer together.
+    tokenizer: of transformers, or a function from a text to its number of tokens. length: tokens of prompt and answer together,
+    and of the chat template around them, to which ``reserved`` of them go.
 
     Raises ``ValueError`` for an unknown task, a length that the task does not fit in, no samples or more than there are questions,
     and a text that is missing or malformed; ``OSError`` when it cannot be read; ``ImportError`` without the extra ``eval``, and
@@ -85,9 +87,10 @@ def generate(
     answer_tokens = find_task(task).answer_tokens
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-    if length <= answer_tokens:
-        raise ValueError(f"{task} keeps {answer_tokens} tokens for the answer, so length must be larger, got {length}")
-    run = Run(task, token_counter(tokenizer), length, answer_tokens, num_samples, seed, corpora or Corpora())
+    room = length - reserved
+    if room <= answer_tokens:
+        raise ValueError(f"{task} keeps {answer_tokens} tokens for the answer, so length must be larger, got {room}")
+    run = Run(task, token_counter(tokenizer), room, answer_tokens, num_samples, seed, corpora or Corpora(), reserved)
     return [_finish(run, index, draft) for index, draft in enumerate(find_task(task).draw(run))]
 
 

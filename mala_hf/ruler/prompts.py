@@ -105,15 +105,16 @@ class Prompter:
         The length holds the template too, as RULER's does; where the task does not fit beside it, the template comes on top.
         """
 
-        def samples_of(room: int) -> list[Sample]:
-            return generate(task, tokenizer=self.count, length=room, num_samples=num_samples, **options)
+        def samples_beside(reserved: int) -> list[Sample]:
+            options_of_all = {"tokenizer": self.count, "length": length, "num_samples": num_samples}
+            return generate(task, **options_of_all, reserved=reserved, **options)
 
         try:
-            return samples_of(length - self.template_tokens)
+            return samples_beside(self.template_tokens)
         except ValueError:
             if not self._chat:
                 raise
-            return samples_of(length)
+            return samples_beside(0)
 
     def _finish(self, sample: Sample, length: int) -> Prompt:
         text = self.text(sample.input, sample.answer_prefix)

@@ -31,7 +31,10 @@ class Draft:
 
 @dataclass(frozen=True)
 class Run:
-    """One call of ``generate``: ``count`` gives the tokens of a text, ``length`` holds the prompt and ``answer_tokens``."""
+    """One call of ``generate``: ``count`` gives the tokens of a text, ``length`` holds the prompt and ``answer_tokens``.
+
+    reserved: tokens beside ``length``, for a chat template; together they are the length that was asked for.
+    """
 
     task: str
     count: Callable[[str], int]
@@ -40,6 +43,7 @@ class Run:
     num_samples: int
     seed: int
     corpora: Corpora
+    reserved: int = 0
 
     @cached_property
     def rng(self) -> random.Random:
@@ -55,7 +59,7 @@ class Run:
     @property
     def is_short(self) -> bool:
         """Below 4096 tokens sizes change in smaller steps, and the lists of cwe repeat less."""
-        return self.length < 4096
+        return self.length + self.reserved < 4096
 
     def prompt_tokens(self, draft: Draft) -> int:
         """Tokens of the prompt."""

@@ -93,7 +93,7 @@ def draw_task(run: Run) -> Iterator[Draft]:
         return example_tokens + run.tokens(question) <= run.length
 
     example = draw_example(run)
-    example_tokens = run.count(example)
+    example_tokens = run.count(example.removesuffix("\n"))  # the original adds the last one afterwards
     step = 5 if run.is_short else 10
     tokens_per_line = run.prompt_tokens(draw_question(step)) / step
     estimate = int(run.length / tokens_per_line * 3)
