@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from .config import MalaConfig
 from .convert_store import Measurements
 from .patch import mala_attention
 from .perplexity import Perplexity, check_positions, score_window
-from .text import read_text
 from .windows import Window, beginning_token, cut_windows, tokenize
 from .work_study import study_work
 
@@ -51,10 +49,12 @@ class Evidence:
             raise ValueError(f"RULER samples must be 0 or more, got {self.ruler_samples}")
 
     def length_for(self, config: Any, device: torch.device) -> int:
-        """Return the length in tokens on a device, for a model's config."""
-        wanted = self.length or (GPU_LENGTH if device.type == "cuda" else CPU_LENGTH)
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        return wanted if self.length or positions is None else min(wanted, positions)
+        """Return the length in tokens on a device, for a model's config; ``ValueError`` if it has fewer positions."""
+        if self.length:
+            check_positions(SimpleNamespace(config=config), self.length)
+            return self.length
+        most = GPU_LENGTH if device.type == "cuda" else CPU_LENGTH
+        return min(most, getattr(config.get_text_config(), "max_position_embeddings", None) or most)
 
 
 @dataclass
@@ -64,7 +64,6 @@ class Bench:
     model: Any
     tokenizer: Any
     store: Measurements
-    text: str
     ids: Tensor
     length: int
     windows: int
@@ -76,31 +75,23 @@ class Bench:
         cls,
         model: Any,
         tokenizer: Any,
-        evidence: Evidence,
-        folder: Path,
-        made_with: dict[str, Any],
+        text: str,
+        store: Measurements,
         *,
         parts: int,
         say: Callable[[str], None],
         quiet: bool,
     ) -> Bench:
-        """Read the text, which must be long enough for ``parts`` times the windows: ``ValueError`` otherwise, ``OSError``."""
-        length = evidence.length_for(model.config, model.device)
-        check_positions(model, length)
-        text, name = read_text(evidence.text)
+        """Tokenize the text, which must be long enough for ``parts`` times the windows; ``ValueError`` otherwise."""
+        length, windows = store.made_with["length"], store.made_with["windows"]
         ids = tokenize(tokenizer, text)
-        needed = parts * evidence.windows * (length - (beginning_token(tokenizer) is not None))
+        needed = parts * windows * (length - (beginning_token(tokenizer) is not None))
         if len(ids) < needed:
             raise ValueError(
-                f"the text has {len(ids)} tokens, fewer than the {needed} of {parts * evidence.windows} windows: choose a smaller "
-                "length or another text"
+                f"the text has {len(ids)} tokens, fewer than the {needed} of {parts * windows} windows: choose a smaller length or "
+                "another text"
             )
-        made_with = made_with | {
-            "text": sha256(text.encode()).hexdigest()[:16],
-            "length": length,
-            "windows": evidence.windows,
-        }
-        return cls(model, tokenizer, Measurements(folder, made_with), name, ids, length, evidence.windows, say, quiet)
+        return cls(model, tokenizer, store, ids, length, windows, say, quiet)
 
     def part(self, number: int) -> Tensor:
         """Return the ids of one part of the text: part 0 is what settings are chosen on, and evidence is of the last."""
@@ -118,7 +109,7 @@ class Bench:
         label = "full attention" if config is None else "MALA"
 
         def measure() -> float:
-            self.say(f"perplexity of {self.windows} x {self.length} tokens: {label}")
+            self.say(f"perplexity of {self.windows} x {self.length} tokens, part {part} of the text: {label}")
             windows = self.windows_of(part)
             with _attention(self.model, config):
                 nll = [score_window(self.model, window)[0].double().mean().item() for window in windows]

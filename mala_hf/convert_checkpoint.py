@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from .convert_report import FOLDER, card_with_section, report_files
 from .convert_ruler import draw_ruler
 from .convert_search import TauSearch
 from .convert_source import CONFIG, Source, open_source, read_folder
+from .convert_store import Measurements
 from .convert_tuning import search_taus
 from .info import device_name, versions
 from .patch import patch_model
+from .text import read_text
 
 FORMAT = "mala-hf conversion 1"
 CARD = "README.md"
@@ -79,69 +82,71 @@ def convert(
         ValueError: for a checkpoint that is damaged, has no safetensors or cannot run MALA, and for settings that do not fit it.
         ImportError: without the packages of the extra ``demo``, or for RULER ``eval``.
     """
-    output, name, evidence = Path(output), str(checkpoint), Evidence() if evidence is None else evidence
+    output, evidence = Path(output), Evidence() if evidence is None else evidence
+    settings = MalaConfig() if config is None else config
     if config is not None and search is not None:
         raise ValueError("give settings or a search for them, not both")
-    settings = MalaConfig() if config is None else config
     if settings.tile is not None:
         raise ValueError(
             f"a conversion measures the shipped tiles, which fit each device: leave out tile={settings.tile}"
         )
     check_output(output)
+    text, text_name = read_text(evidence.text)
     work = work_folder(output)
-    source, model_config = _open(name, work, download=not dry_run, trust_remote_code=trust_remote_code, say=say)
-    _check_model(model_config, settings, trust_remote_code)
+    source, model_config = _open(
+        str(checkpoint), work, unpack=not dry_run, trust_remote_code=trust_remote_code, say=say
+    )
+    full_attention = _check_model(model_config, settings, trust_remote_code)
+    length = evidence.length_for(model_config, torch.device(device) if device is not None else default_device())
     modules = auto_map_of(model_config) if auto_map else None
-    needed = 0 if source is None else bytes_to_copy(source, output, link=link)
+    to_copy = bytes_to_copy(source, output, link=link)
+    finished = len(list(work.glob("*.json")))
     if dry_run:
-        place = torch.device(device) if device is not None else default_device()
         return {
-            "model": gguf_name(name) if source is None else source.name,
+            "model": source.name,
             "settings": None if search else settings.to_dict(),
             "search": asdict(search) if search else None,
-            "evidence": asdict(evidence) | {"length": evidence.length_for(model_config, place), "device": str(place)},
+            "evidence": asdict(evidence) | {"text": text_name, "length": length},
             "auto_map": modules[0] if modules else None,
-            "weights": None
-            if source is None
-            else {"files": list(source.weights), "bytes": source.bytes_of(source.weights)},
-            "bytes_to_copy": needed,
-            "others": [] if source is None else list(source.others),
-            "left_out": [] if source is None else list(source.left_out),
-            "finished_measurements": len(list(work.glob("*.json"))),
+            "weights": list(source.weights),
+            "bytes": source.bytes_of(source.weights),
+            "bytes_to_copy": to_copy,
+            "others": list(source.others),
+            "left_out": list(source.left_out),
+            "finished_measurements": finished,
         }
-    assert source is not None  # only the plan does without
-    check_room(needed, output)
+    check_room(to_copy, output)
     if source.left_out:
         say(f"left out, weights in other forms: {', '.join(source.left_out)}")
-    model, tokenizer = load_model(str(source.folder), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    made_with = {
-        "source": source.fingerprint(),
+    if finished:
+        say(f"{finished} measurements of an earlier run are here; those with the same settings are used")
+    model, tokenizer = load_model(
+        str(source.folder),
+        attn_implementation=full_attention,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    facts = {
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": device_name(model.device),
         "versions": versions(),
+        "full_attention": full_attention,
+        "length": length,
+        "windows": evidence.windows,
     }
-    parts = 2 if search else 1
-    bench = Bench.open(model, tokenizer, evidence, work, made_with, parts=parts, say=say, quiet=quiet)
+    made_with = facts | {"source": source.fingerprint(), "text": sha256(text.encode()).hexdigest()}
+    parts = 2 if search else 1  # of the text: one to choose on, and one for the evidence
+    bench = Bench.open(model, tokenizer, text, Measurements(work, made_with), parts=parts, say=say, quiet=quiet)
     if evidence.ruler_samples:
         draw_ruler(bench, evidence)
-    found = None
-    if search:
-        settings, found = search_taus(bench, search)
+    settings, found = search_taus(bench, search) if search else (settings, None)
+    measured = gather(bench, settings, evidence, source.name, part=parts - 1)
     report = {
-        "format": FORMAT,
-        "model": source.name,
-        "settings": settings.to_dict(),
-        "dtype": made_with["dtype"],
-        "device": made_with["device"],
-        "versions": made_with["versions"],
-        "text": bench.text,
-        "length": bench.length,
-        "windows": bench.windows,
-        "search": found,
-        **gather(bench, settings, evidence, source.name, part=parts - 1),
-    }
+        "format": FORMAT, "model": source.name, "settings": settings.to_dict(), "text": text_name,
+        **facts, "search": found, **measured,
+    }  # fmt: skip
     texts = report_files(report) | _changed_files(source, model_config, settings, modules, report)
-    source = replace(source, others=tuple(one for one in source.others if not one.startswith(f"{FOLDER}/")))
     done = write_checkpoint(source, output, texts, link=link)
     say(f"{output}: {done['linked']} weight files linked, {done['copied']} copied")
     shutil.rmtree(work, ignore_errors=True)
@@ -149,34 +154,42 @@ def convert(
 
 
 def _open(
-    name: str, work: Path, *, download: bool, trust_remote_code: bool, say: Callable[[str], None]
-) -> tuple[Source | None, Any]:
-    """Return the source, None for a GGUF file that is not to be unpacked, and its config as Transformers reads it."""
+    checkpoint: str, work: Path, *, unpack: bool, trust_remote_code: bool, say: Callable[[str], None]
+) -> tuple[Source, Any]:
+    """Return the source, and its config as Transformers reads it. unpack: else nothing is unpacked, and no weights are downloaded."""
     from transformers import AutoConfig
 
-    if is_gguf(name):
-        unpacked = work / "unpacked"
+    unpacked = work / "unpacked"
+    if not is_gguf(checkpoint):
+        source = open_source(checkpoint, download=unpack)
+    elif unpacked.exists() or unpack:
         if not unpacked.exists():
-            if not download:
-                place, arguments = gguf_place(name)
-                return None, AutoConfig.from_pretrained(place, gguf_file=arguments["gguf_file"])
-            say(f"unpacking {gguf_name(name)} to float32")
+            say(f"unpacking {gguf_name(checkpoint)} to float32")
             work.mkdir(exist_ok=True)
-            unpack_gguf(name, unpacked)
-        source = read_folder(unpacked, gguf_name(name))
+            unpack_gguf(checkpoint, unpacked)
+        source = read_folder(unpacked, gguf_name(checkpoint))
     else:
-        source = open_source(name, download=download)
+        place, arguments = gguf_place(checkpoint)
+        packed = arguments["gguf_file"]
+        source = Source(place, gguf_name(checkpoint), {}, weights=(packed,), others=(), left_out=())
+        return source, AutoConfig.from_pretrained(place, gguf_file=packed)
+    source = replace(source, others=tuple(one for one in source.others if not one.startswith(f"{FOLDER}/")))
     return source, AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
 
 
-def _check_model(model_config: Any, settings: MalaConfig, trust_remote_code: bool) -> None:
-    """Raise ``ValueError`` unless a model of this config can run MALA with the settings; it is built without memory."""
+def _check_model(model_config: Any, settings: MalaConfig, trust_remote_code: bool) -> str:
+    """Return the attention that a model of this config runs by itself: "sdpa", or "eager" where it has no other.
+
+    Raises ``ValueError`` unless it can run MALA with the settings. It is built without memory.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=trust_remote_code)
+    full_attention: str = model.config.get_text_config()._attn_implementation
     patch_model(model, replace(settings, kernel=None))
     taus_in(settings, model_config.get_text_config())
+    return full_attention
 
 
 def _changed_files(

@@ -32,7 +32,7 @@ class Mala{architecture}({architecture}):
 
     def __init__(self, config, *inputs, **kwargs):
         if config._attn_implementation is None:
-            config._attn_implementation = {choice!r}
+            config._attn_implementation = {choice}
         super().__init__(config, *inputs, **kwargs)
 '''
 
@@ -78,5 +78,5 @@ def auto_map_of(config: Any) -> tuple[dict[str, str], str]:
         )
     key = text_config_key(config)
     architecture = next(iter(known.values()))
-    code = CODE.format(architecture=architecture, choice={key: NAME} if key else NAME)
+    code = CODE.format(architecture=architecture, choice=json.dumps({key: NAME} if key else NAME))
     return {auto: f"{MODELING}.Mala{name}" for auto, name in known.items() if name == architecture}, code

@@ -17,7 +17,6 @@ from .layer_work import summary
 from .perplexity import compare_implementations, window_logits
 from .windows import beginning_token
 
-BEFORE_AND_AFTER = (Implementation("sdpa"), Implementation("mala"))  # with the settings in the model's config
 TIMED_RUNS, TIMED_TOKENS = 3, 16
 
 
@@ -37,8 +36,15 @@ def gather(bench: Bench, config: MalaConfig, evidence: Evidence, name: str, *, p
         "perplexity": perplexity,
         "work": {"summary": summary(layers), "layers": layers, "rounding": runs[0]["summary"]["output_error_mean"]},
         "time": bench.store.get("time", settings, lambda: _time(bench, bench.windows_of(part)[0].input_ids)),
-        "ruler": score_ruler(bench, evidence, BEFORE_AND_AFTER, settings, name) if evidence.ruler_samples else None,
+        "ruler": score_ruler(bench, evidence, before_and_after(bench), settings, name)
+        if evidence.ruler_samples
+        else None,
     }
+
+
+def before_and_after(bench: Bench) -> tuple[Implementation, Implementation]:
+    """Return the model's full attention, and MALA with the settings in its config."""
+    return Implementation(bench.store.made_with["full_attention"]), Implementation("mala")
 
 
 def taus_in(config: MalaConfig, text_config: Any) -> list[float]:
@@ -56,7 +62,7 @@ def _perplexity(bench: Bench, part: int) -> list[dict[str, Any]]:
         bench.model,
         [bench.part(part)],
         [bench.length],
-        implementations=BEFORE_AND_AFTER,
+        implementations=before_and_after(bench),
         max_windows=bench.windows,
         bos=beginning_token(bench.tokenizer),
         progress=lambda windows: tqdm(windows, desc="windows", unit="window", leave=False, disable=bench.quiet),
@@ -66,23 +72,23 @@ def _perplexity(bench: Bench, part: int) -> list[dict[str, Any]]:
 
 def _time(bench: Bench, window: Tensor) -> dict[str, Any]:
     """Seconds of a prefill of ids (1, L), and of a generation after nearly as many: medians, the two attentions by turns."""
-    from .demo import greedy, timed, warm_up
+    from .demo import greedy, timed
 
     bench.say(f"time of {TIMED_RUNS} prefills of {bench.length} tokens and {TIMED_RUNS} generations, before and after")
     model, window = bench.model, window.to(bench.model.device)
-    warm_up(model, window)
-    prefill: dict[str, list[float]] = {one.name: [] for one in BEFORE_AND_AFTER}
-    generation: dict[str, list[float]] = {one.name: [] for one in BEFORE_AND_AFTER}
     prompt = window[:, : window.shape[1] - TIMED_TOKENS]
-    for _ in range(TIMED_RUNS):
-        for one in BEFORE_AND_AFTER:
+    prefill: dict[str, list[float]] = {"full": [], "mala": []}
+    generation: dict[str, list[float]] = {"full": [], "mala": []}
+    for _ in range(1 + TIMED_RUNS):
+        for name, one in zip(prefill, before_and_after(bench), strict=True):
             with using_implementation(model, one.name, one.tau):
-                prefill[one.name].append(timed(model.device, window_logits, model, window)[1])
-                generation[one.name].append(timed(model.device, greedy, model, prompt, TIMED_TOKENS)[1])
+                prefill[name].append(timed(model.device, window_logits, model, window)[1])
+                generation[name].append(timed(model.device, greedy, model, prompt, TIMED_TOKENS)[1])
     return {
         "tokens": window.shape[1],
         "new_tokens": TIMED_TOKENS,
         "runs": TIMED_RUNS,
-        "prefill_seconds": {name: median(seconds) for name, seconds in prefill.items()},
-        "generate_seconds": {name: median(seconds) for name, seconds in generation.items()},
+        # the first warms up: kernels are compiled, memory is touched
+        "prefill_seconds": {name: median(seconds[1:]) for name, seconds in prefill.items()},
+        "generate_seconds": {name: median(seconds[1:]) for name, seconds in generation.items()},
     }

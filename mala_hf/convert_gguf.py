@@ -15,10 +15,13 @@ OFFLINE_NAME = "smollm2"
 
 
 def is_gguf(checkpoint: str) -> bool:
-    """Whether this names the offline checkpoint or a GGUF file, which must be there."""
+    """Whether this names the offline checkpoint or a GGUF file; ``FileNotFoundError`` for one that is not there."""
     if checkpoint == OFFLINE_NAME and not Path(checkpoint).exists():
         return True
-    return Path(checkpoint).suffix == ".gguf" and Path(checkpoint).is_file()
+    is_one = Path(checkpoint).suffix == ".gguf" and not Path(checkpoint).is_dir()
+    if is_one and not Path(checkpoint).is_file():
+        raise FileNotFoundError(f"{checkpoint}: no such file")
+    return is_one
 
 
 def gguf_name(checkpoint: str) -> str:

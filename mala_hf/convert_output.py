@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .convert_source import CONFIG, Source
 
+FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # a quota is a disk that is full, too
 ROOM = 64 << 20  # bytes beside the weights, for everything else
 
 
@@ -68,7 +69,7 @@ def write_checkpoint(source: Source, output: Path, texts: Mapping[str, str], *, 
         staging.rename(output)
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             raise OSError(
                 error.errno,
                 f"no space left for {output}: nothing of it was kept, and what was measured is; make room and run this again",
@@ -86,7 +87,7 @@ def _place(source: Path, target: Path, *, link: bool) -> str:
             os.link(source.resolve(), target)
             return "linked"
         except OSError as error:
-            if error.errno == errno.ENOSPC:
+            if error.errno in FULL:
                 raise
     shutil.copyfile(source, target)
     _flush(target)
@@ -100,7 +101,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Have the disk hold a file or a folder's list of names."""
+    """Have the disk hold a file or a folder's list of names; Windows has no such call for what is open to be read."""
+    if os.name == "nt":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -79,7 +79,7 @@ def before_and_after(report: Report) -> Rows:
     ]
     for name, label in (("prefill", "prefill, s"), ("generate", f"{time['new_tokens']} new tokens, s")):
         seconds = time[f"{name}_seconds"]
-        rows.append((label, f"{seconds['sdpa']:.3g}", f"{seconds['mala']:.3g}"))
+        rows.append((label, f"{seconds['full']:.3g}", f"{seconds['mala']:.3g}"))
     if report["ruler"]:
         rows += _ruler_rows(report["ruler"])
     return rows
@@ -97,14 +97,14 @@ def _ruler_rows(ruler: dict[str, Any]) -> Rows:
 
 
 def settings_words(report: Report) -> str:
-    """Say what the saved settings are."""
+    """Say what the saved settings are, layers with the same setting together."""
     mala = report["settings"]
-    layers = mala.get("layers", {})
-    others = "".join(
-        f", layer {layer}: {setting if isinstance(setting, str) else json.dumps(setting)}"
-        for layer, setting in layers.items()
-    )
-    return f"tau {mala['tau']:g}{' but ' if others else ''}{others.removeprefix(', ')}"
+    layers: dict[str, list[str]] = {}
+    for layer, setting in mala.get("layers", {}).items():
+        words = f"tau {setting:g}" if isinstance(setting, (int, float)) else json.dumps(setting).strip('"')
+        layers.setdefault(words, []).append(layer)
+    others = [f"{words} in {', '.join(names)}" for words, names in layers.items()]
+    return f"tau {mala['tau']:g}" + (f", but by layer {'; '.join(others)}" if others else "")
 
 
 def search_words(report: Report) -> str:
@@ -112,22 +112,17 @@ def search_words(report: Report) -> str:
     search = report["search"]
     if not search:
         return ""
-    limits = [
-        text
-        for value, text in (
-            (search["max_ppl_increase"], f"at most {search['max_ppl_increase']} nats per token"),
-            (search["max_omitted_mass"], f"at most {search['max_omitted_mass']} omitted mass in any layer"),
-        )
-        if value is not None
-    ]
-    held_out = report["perplexity"][1]["difference"]["mean"]
-    over = search["max_ppl_increase"] is not None and held_out > search["max_ppl_increase"]
+    limits = {
+        "nats per token": search["max_ppl_increase"],
+        "omitted mass in any layer": search["max_omitted_mass"],
+    }
+    allowed = " and ".join(f"at most {limit:g} {name}" for name, limit in limits.items() if limit is not None)
+    chosen_on, verified_on = (f"{increase:+.1e}" for increase in search["increases"])
     return (
-        f"The taus were chosen for {' and '.join(limits)}, on another part of the text than the table's. There the choice keeps "
+        f"The taus were chosen for {allowed}. On the part of the text that they were chosen on, they keep "
         f"{percent(search['work']['work_fraction'])} % of the post-score work (tau 1 in all layers: "
-        f"{percent(search['work_at_tau_1']['work_fraction'])} %) and adds {search['increase']:+.1e} nats per token; "
-        f"{len(search['trials'])} settings were measured. On the table's part it adds {held_out:+.1e}"
-        f"{': MORE THAN ALLOWED, so measure more text' if over else ''}."
+        f"{percent(search['work_at_tau_1']['work_fraction'])} %) and add {chosen_on} nats per token; on the table's part, to verify "
+        f"that, {verified_on}. {len(search['trials'])} measurements of perplexity."
     )
 
 
@@ -141,7 +136,8 @@ def measured_on(report: Report) -> str:
     return (
         f"{report['windows']} windows of {report['length']:,} tokens of {report['text']}; {report['dtype']}, {report['device']}, by "
         f"{report['impl']}, tiles of {' x '.join(map(str, report['tile']))}. Work and errors are of the first window, in each layer on "
-        "the inputs that full attention gives it; the output error of full attention is rounding."
+        "the inputs that full attention gives it; the output error of full attention "
+        f"(Transformers' {report['full_attention']}) is rounding."
     )
 
 

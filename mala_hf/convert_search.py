@@ -4,7 +4,7 @@
 In that pass every layer is measured at a ladder of taus: the work it keeps, and the mass it omits. A layer's useful taus are those on
 the lower convex hull of the two, from nothing omitted to least work. All layers' steps along their hulls, the one that saves the most
 work for the mass it omits first, are one path from full attention to the least work. How far to go on it is found by bisection, with
-the perplexity measured each time; so what is chosen was measured itself.
+the perplexity measured each time, and verified on another text; so what is chosen was measured itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -106,40 +107,56 @@ def settings_of(taus: Taus, *, dense: bool) -> MalaConfig:
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings, the tau of each layer, the measured ``increase`` in nats per token, and all trials (JSON types)."""
+    """The settings, the tau of each layer, the measured increase on each text in nats per token, and all trials (JSON types)."""
 
     config: MalaConfig
     taus: Taus
-    increase: float
+    increases: list[float]
     trials: list[dict[str, Any]]
 
 
-def choose(layers: Layers, search: TauSearch, increase: Callable[[MalaConfig], float], *, dense: bool) -> Choice:
-    """Return the settings with the least work within the budget; ``increase`` measures that of some settings in nats per token.
+def choose(
+    layers: Layers, search: TauSearch, increases: Sequence[Callable[[MalaConfig], float]], *, dense: bool
+) -> Choice:
+    """Return the settings with the least work that bisection finds within the budget, on one text after another.
 
-    A limit on the omitted mass shortens the path. Without one on the increase its end is taken, and measured all the same. Raises
-    ``ValueError`` if even the start of the path is over the budget.
+    increases: for each text, what measures the increase of some settings in nats per token. The first text decides; a later one
+    verifies, and shortens the path again if it must: what is chosen is within on all. A limit on the omitted mass shortens it at
+    the start. Without a limit on the increase the end is taken, and measured all the same. Raises ``ValueError`` if even the start
+    is over the budget.
     """
     path = assignments(layers, math.inf if search.max_omitted_mass is None else search.max_omitted_mass)
     limit = math.inf if search.max_ppl_increase is None else search.max_ppl_increase
+    found: list[dict[int, float]] = [{} for _ in increases]  # by text: the increase at each step that was tried
     trials: list[dict[str, Any]] = []
 
-    def within(place: int) -> bool:
-        found = increase(settings_of(path[place], dense=dense))
-        trials.append({"step": place, "steps": len(path) - 1, "increase": found, "within": found <= limit})
-        return found <= limit
+    def within(texts: int, step: int) -> bool:
+        return all(measured(text, step) <= limit for text in range(texts))
 
-    good, bad = 0, len(path)
-    if within(len(path) - 1):
-        good = len(path) - 1
-    else:
-        bad = len(path) - 1
-        if bad == 0 or not within(0):
-            raise ValueError(
-                f"no setting stays within {limit} nats per token: the most cautious one adds {trials[-1]['increase']:.2g}"
-            )
+    def measured(text: int, step: int) -> float:
+        if step not in found[text]:
+            found[text][step] = increases[text](settings_of(path[step], dense=dense))
+            trials.append({"text": text, "step": step, "steps": len(path) - 1, "increase": found[text][step]})
+        return found[text][step]
+
+    last = len(path) - 1
+    for texts in range(1, len(increases) + 1):
+        farthest = _farthest(last, partial(within, texts))
+        if farthest is None:
+            least = next(by_step[0] for by_step in found if by_step[0] > limit)
+            raise ValueError(f"no setting stays within {limit} nats per token: the most cautious one adds {least:.2g}")
+        last = farthest
+    return Choice(settings_of(path[last], dense=dense), path[last], [by_step[last] for by_step in found], trials)
+
+
+def _farthest(last: int, within: Callable[[int], bool]) -> int | None:
+    """Return the farthest step up to ``last`` that bisection finds within; None if the first is not."""
+    if within(last):
+        return last
+    if last == 0 or not within(0):
+        return None
+    good, bad = 0, last
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if within(middle) else (good, middle)
-    chosen = next(trial["increase"] for trial in trials if trial["step"] == good)
-    return Choice(settings_of(path[good], dense=dense), path[good], chosen, trials)
+    return good

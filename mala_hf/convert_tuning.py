@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -14,27 +15,29 @@ from .layer_work import summary
 
 
 def search_taus(bench: Bench, search: TauSearch) -> tuple[MalaConfig, dict[str, Any]]:
-    """Choose a tau for each layer on part 0 of the text; return the settings and, as JSON types, what was seen and bought.
+    """Choose taus on part 0 of the text, verify them on part 1; return the settings and, as JSON types, what was seen and bought.
 
     The same model, text and budget give the same settings. Raises ``ValueError`` as ``choose`` does.
     """
     runs = bench.study(0, sorted({1.0, *search.taus}))["runs"]
     ladder = [run for run in runs if run["tau"] in (0.0, *search.taus)]
-    full = bench.nll(0, None)
-    found = choose(
-        points_of(ladder), search, lambda config: bench.nll(0, config) - full, dense=can_be_dense(bench.model)
-    )
+    increases = [partial(_increase, bench, part) for part in (0, 1)]
+    found = choose(points_of(ladder), search, increases, dense=can_be_dense(bench.model))
     by_head = {layer: [found.taus[layer]] * heads for layer, heads in heads_in(runs[0]).items()}
     return found.config, {
         "max_ppl_increase": search.max_ppl_increase,
         "max_omitted_mass": search.max_omitted_mass,
         "taus": {str(layer): tau for layer, tau in sorted(found.taus.items())},
-        "increase": found.increase,
+        "increases": found.increases,
         "trials": found.trials,
         "work": summary(layers_at(runs, by_head)),
         "work_at_tau_1": next(run["summary"] for run in runs if run["tau"] == 1.0),
         "ladder": [{"tau": run["tau"], "layers": [_means(layer) for layer in run["layers"]]} for run in ladder],
     }
+
+
+def _increase(bench: Bench, part: int, config: MalaConfig) -> float:
+    return bench.nll(part, config) - bench.nll(part, None)
 
 
 def can_be_dense(model: Any) -> bool:

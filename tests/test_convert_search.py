@@ -71,36 +71,51 @@ def test_bisection_finds_the_farthest_step_within_the_budget_and_measured_it(bud
     def increase(config):
         return increases[[settings_of(taus, dense=True) for taus in path].index(config)]
 
-    found = choose(LAYERS, TauSearch(max_ppl_increase=budget), increase, dense=True)
+    found = choose(LAYERS, TauSearch(max_ppl_increase=budget), [increase], dense=True)
     best = max(step for step, value in increases.items() if value <= budget)
     assert found.taus == path[best]
     assert found.config == settings_of(path[best], dense=True)
-    assert found.increase == increases[best] <= budget
-    assert {"step": best, "steps": 3, "increase": found.increase, "within": True} in found.trials
+    assert found.increases == [increases[best]]
+    assert {"text": 0, "step": best, "steps": 3, "increase": increases[best]} in found.trials
 
 
-def test_what_was_chosen_was_within_the_budget_even_where_the_increase_does_not_rise_along_the_path():
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.05, 0.2]), min_size=4, max_size=4), min_size=1, max_size=3))
+def test_what_was_chosen_is_within_the_budget_on_all_texts_however_the_increase_runs(texts):
+    path = [settings_of(taus, dense=True) for taus in assignments(LAYERS)]
     measured = []
 
-    def increase(config):
-        measured.append(config)
-        return [0.5, 0.0, 0.2, 0.0][len(measured) - 1]
+    def measures(text):
+        return lambda config: measured.append((text, path.index(config))) or texts[text][path.index(config)]
 
-    found = choose(LAYERS, TauSearch(max_ppl_increase=0.1), increase, dense=True)
-    assert found.increase <= 0.1
-    assert found.config in measured
-    assert len(measured) == len(found.trials)
+    try:
+        found = choose(
+            LAYERS, TauSearch(max_ppl_increase=0.1), [measures(text) for text in range(len(texts))], dense=True
+        )
+    except ValueError:
+        assert max(increases[0] for increases in texts) > 0.1
+    else:
+        assert found.increases == [increases[path.index(found.config)] for increases in texts]
+        assert max(found.increases) <= 0.1
+    assert len(set(measured)) == len(measured)
+
+
+def test_a_text_that_verifies_shortens_the_path():
+    path = [settings_of(taus, dense=True) for taus in assignments(LAYERS)]
+    first, second = (lambda config: 0.01), (lambda config: 0.1 * path.index(config))
+    search = TauSearch(max_ppl_increase=0.1)
+    assert choose(LAYERS, search, [first], dense=True).config == path[3]
+    assert choose(LAYERS, search, [first, second], dense=True).config == path[1]
 
 
 def test_a_limit_on_the_mass_alone_takes_the_end_of_its_path_and_reports_the_increase():
     search = TauSearch(max_ppl_increase=None, max_omitted_mass=0.05)
-    found = choose(LAYERS, search, lambda config: 7.0, dense=True)
-    assert (found.taus, found.increase, len(found.trials)) == ({0: 1.0, 3: 1.0}, 7.0, 1)
+    found = choose(LAYERS, search, [lambda config: 7.0], dense=True)
+    assert (found.taus, found.increases, len(found.trials)) == ({0: 1.0, 3: 1.0}, [7.0], 1)
 
 
 def test_a_budget_that_nothing_meets_is_an_error_that_says_what_was_measured():
     with pytest.raises(ValueError, match=r"no setting stays within 0.001 nats per token: .* adds 0.5"):
-        choose(LAYERS, TauSearch(), lambda config: 0.5, dense=True)
+        choose(LAYERS, TauSearch(), [lambda config: 0.5], dense=True)
 
 
 def test_settings_name_the_layers_that_differ_from_the_most_common_tau():

@@ -80,26 +80,22 @@ def budget(options: argparse.Namespace) -> Any:
 def plan_lines(plan: dict[str, Any]) -> list[str]:
     """Say what would be done."""
     evidence, weights = plan["evidence"], plan["weights"]
+    settings = json.dumps(plan["settings"])
     if plan["search"]:
-        limits = (
-            f"{key} {plan['search'][key]:g}" for key in ("max_ppl_increase", "max_omitted_mass") if plan["search"][key]
-        )
-        settings = f"a tau for each layer, within {', '.join(limits)}"
+        limits = {key: plan["search"][key] for key in ("max_ppl_increase", "max_omitted_mass")}
+        within = ", ".join(f"{key} {limit:g}" for key, limit in limits.items() if limit is not None)
+        settings = f"a tau for each layer, within {within}"
+    if plan["bytes"]:
+        size, copied = (f"{count / 1e9:.3g} GB" for count in (plan["bytes"], plan["bytes_to_copy"]))
+        origin = f"{', '.join(weights[:3])}{', ...' if len(weights) > 3 else ''}: {size}, {copied} to be copied"
     else:
-        settings = json.dumps(plan["settings"])
-    if weights is None:
-        origin = "unpacked from GGUF to float32"
-    elif not weights["bytes"]:
-        origin = f"{len(weights['files']) or 'the'} safetensors files, to be downloaded"
-    else:
-        size, copied = (count / 1e9 for count in (weights["bytes"], plan["bytes_to_copy"]))
-        origin = f"{len(weights['files'])} safetensors, {size:.2f} GB, {copied:.2f} GB of it copied"
+        origin = "to be downloaded"
+    ruler = f"{evidence['ruler_samples']} samples of {len(evidence['ruler_tasks'])} RULER tasks"
     lines = [
         f"model     {plan['model']}",
         f"weights   {origin}",
         f"settings  {settings}",
-        f"measured  {evidence['windows']} windows of {evidence['length']} tokens, {evidence['ruler_samples']} samples of "
-        f"{len(evidence['ruler_tasks'])} RULER tasks, on {evidence['device']}",
+        f"measured  {evidence['windows']} windows of {evidence['length']} tokens of {evidence['text']}, {ruler}",
         f"along     {', '.join(plan['others']) or 'nothing'}",
         f"left out  {', '.join(plan['left_out']) or 'nothing'}",
     ]
