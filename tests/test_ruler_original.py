@@ -54,6 +54,28 @@ SAMPLES = {
     ("qa_2", 4096): "501fc03c9bfff87a4d1ca524ecf69d971ef2c90e913039988d7fd6951743a366",
 }
 
+# seed 7, of a second implementation that follows the original's steps one by one and gives the stored samples, too
+OTHERS = {
+    ("niah_single_1", 2048): "c538d2bc1566fc58e60ab7846305acea9da17839422f106286750839ba5b2d68",
+    ("niah_single_2", 2048): "668c8ddfdd1acd7a33597c68a7aee3bfd92d7f12749ad9024788b893d546d5c2",
+    ("niah_single_3", 2048): "58bfb6b889d1b5db0dbd47b848f341108c761d21a3f27faec27557c0acd9d939",
+    ("niah_multikey_1", 2048): "bba1dc65a1a75c4bb6bf90be36f7ce10ace157c339cd17ca73e12e050ce479c4",
+    ("niah_multikey_2", 2048): "cfa7e300999a139b9562404e77bb2a42f4ee4c14b81d30ed19c89c7500069654",
+    ("niah_multikey_3", 2048): "95d8ec55ea809fdb3067d4c024ea50b6ecf3d1f2e72e76fa33b77ce0dcaa03cf",
+    ("niah_multivalue", 2048): "cf23e520a12ca31b14098f2e4b6b14bbee39b3f47e97fa731a4b5c07e6c6406c",
+    ("niah_multiquery", 2048): "3b2f17471f04f55ea9cff36fee72fad75eb8ab4953e536a905d74fc9792ed971",
+    ("vt", 2048): "ee1b70539db4ad0db02766641613f640ef2bf6c5f22856c9bab74bb5c1db82c6",
+    ("cwe", 2048): "d2c29b6dad7f38a6cf525f870d3566b00245b4a19c767df55dbe1dc45f512ea7",
+    ("fwe", 2048): "c49071d71391c5f83c160592d0584c169e8f619f07715f6bfb050de7113fc0be",
+    ("qa_1", 2048): "1dcd6430e25f2f93618a4bd14d0b4b1d64b28910d0dca5d96160d267d4a652d6",
+    ("qa_2", 2048): "47f919196db1284842072920c7725087ec595ad390699d3e3e698c3bbcb33e34",
+    ("vt", 8192): "d266ce169dcd3e2852f1eee6a69979e0f1fa21161c87e2c5c8be37c5774677ec",
+    ("cwe", 8192): "e48c3bca74076bab0d289886e744ee0003ee3d0ae01d03bb7e066add72f2c15c",
+    ("fwe", 8192): "eb635197686409c1e747f6ed07158a0476808b76ce8f8f7fc6a7cffeea693b15",
+    ("qa_1", 8192): "3b59716061546e44605542d04d2861482e2af38ccf11ea4ccf8c1f5e8d1366ff",
+    ("qa_2", 8192): "094da009815ff9da4d23d6a84cb9a164213bdb7eeac7ab778c51c6d9476dc82b",
+}
+
 
 @functools.cache
 def sentence_starts() -> tuple[list[int], str]:
@@ -97,6 +119,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
 def test_samples_are_those_of_the_original_generators(task, length, tokenizer, corpora):
     samples = generate(task, tokenizer=tokenizer, length=length, num_samples=3, seed=42, corpora=corpora)
     assert digest(samples) == SAMPLES[task, length]
+
+
+@pytest.mark.parametrize(("task", "length"), OTHERS)
+def test_samples_of_another_seed_and_length_are_too(task, length, tokenizer, corpora):
+    samples = generate(task, tokenizer=tokenizer, length=length, num_samples=3, seed=7, corpora=corpora)
+    assert digest(samples) == OTHERS[task, length]
 
 
 def test_nltk_splits_where_the_reference_says():
