@@ -18,7 +18,7 @@ import torch
 from .checkpoint import default_device, load_model
 from .config import MalaConfig
 from .convert_bench import Bench, Evidence
-from .convert_config import MODELING, auto_map_of, converted_config
+from .convert_config import MODELING, attention_choice, auto_map_of, converted_config
 from .convert_evidence import gather, taus_in
 from .convert_gguf import gguf_name, gguf_place, is_gguf, unpack_gguf
 from .convert_output import bytes_to_copy, check_output, check_room, work_folder, write_checkpoint
@@ -202,7 +202,9 @@ def _changed_files(
     """Return ``config.json``, the model card, and the module of ``auto_map`` if there is one."""
     raw = converted_config(source.config, model_config, settings)
     card = (source.folder / CARD).read_text("utf-8") if CARD in source.others else None
-    files = {CARD: card_with_section(card, report, auto_map=modules is not None)}
+    choice = json.dumps(attention_choice(model_config))
+    argument = f"attn_implementation={choice}" if modules is None else "trust_remote_code=True"
+    files = {CARD: card_with_section(card, report, argument)}
     if modules is not None:
         raw["auto_map"] = raw.get("auto_map", {}) | modules[0]
         files[f"{MODELING}.py"] = modules[1]

@@ -43,6 +43,12 @@ def text_config_key(config: Any) -> str:
     return next((key for key in config.sub_configs if getattr(config, key, None) is text_config), "")
 
 
+def attention_choice(config: Any) -> str | dict[str, str]:
+    """Return the ``attn_implementation`` that runs the text layers, and no others, with MALA."""
+    key = text_config_key(config)
+    return {key: NAME} if key else NAME
+
+
 def converted_config(raw: dict[str, Any], config: Any, settings: MalaConfig) -> dict[str, Any]:
     """Return ``config.json``, which Transformers reads as ``config``, with the settings in the text layers' part.
 
@@ -76,7 +82,6 @@ def auto_map_of(config: Any) -> tuple[dict[str, str], str]:
         raise ValueError(
             f"--auto-map needs a model class of Transformers itself, and {config.model_type} has none: {reason}"
         )
-    key = text_config_key(config)
     architecture = next(iter(known.values()))
-    code = CODE.format(architecture=architecture, choice=json.dumps({key: NAME} if key else NAME))
+    code = CODE.format(architecture=architecture, choice=json.dumps(attention_choice(config)))
     return {auto: f"{MODELING}.Mala{name}" for auto, name in known.items() if name == architecture}, code

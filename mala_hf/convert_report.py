@@ -18,7 +18,7 @@ Rows = list[tuple[str, str, str]]
 def report_files(report: Report) -> dict[str, str]:
     """Return the report's files by their names in the checkpoint."""
     pictures = pictures_of(report)
-    texts = {"report.json": json.dumps(report, indent=1) + "\n", "report.md": report_page(report, list(pictures))}
+    texts = {"report.json": json.dumps(report) + "\n", "report.md": report_page(report, list(pictures))}
     return {f"{FOLDER}/{name}": text for name, text in (texts | pictures).items()}
 
 
@@ -160,19 +160,19 @@ def report_page(report: Report, pictures: list[str]) -> str:
     return "\n\n".join([*parts, f"Made with {made}. All numbers: [report.json](report.json)."]) + "\n"
 
 
-def card_with_section(card: str | None, report: Report, *, auto_map: bool) -> str:
-    """Return the model card with one section about MALA at its end, in place of an earlier one; a new card where there is none."""
-    code = " trust_remote_code=True)" if auto_map else ' attn_implementation="mala")'
-    how = "\n".join(
-        [
-            "```python",
-            *([] if auto_map else ['import mala_hf  # pip install mala-hf; registers "mala"']),
-            "from transformers import AutoModelForCausalLM",
-            "",
-            f"model = AutoModelForCausalLM.from_pretrained(folder_or_name,{code}",
-            "```",
-        ]
-    )
+def card_with_section(card: str | None, report: Report, argument: str) -> str:
+    """Return the model card with one section about MALA at its end, in place of an earlier one; a new card where there is none.
+
+    argument: of ``from_pretrained``, so that it runs MALA.
+    """
+    imports = [] if argument.startswith("trust") else ['import mala_hf  # pip install mala-hf; registers "mala"']
+    code = [
+        *imports,
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f"model = AutoModelForCausalLM.from_pretrained(folder_or_name, {argument})",
+    ]
+    how = "\n".join(["```python", *code, "```"])
     after = report["perplexity"][1]
     section = "\n\n".join(
         [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -421,23 +422,34 @@ def test_auto_map_needs_a_model_class_of_transformers():
         auto_map_of(hf.SiglipVisionConfig())
 
 
-def test_remote_code_is_not_run_unless_asked_for(place, tmp_path):
-    checkpoint = tmp_path / "remote"
-    checkpoint.mkdir()
-    for path in (place / "tiny").iterdir():
-        (checkpoint / path.name).write_bytes(path.read_bytes())
-    (checkpoint / "configuration_own.py").write_text(
-        f"from pathlib import Path\nfrom transformers import LlamaConfig\nPath({str(tmp_path / 'ran')!r}).touch()\n"
-        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
-    )
+OWN = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({ran!r}).touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.filterwarnings("ignore:MALA is not tested with models of the type 'own'")
+def test_remote_code_is_not_run_unless_asked_for(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    checkpoint, ran = shutil.copytree(place / "tiny", tmp_path / "remote"), tmp_path / "ran"
+    (checkpoint / "own.py").write_text(OWN.format(ran=str(ran)))
     config = json.loads((checkpoint / "config.json").read_text()) | {
         "model_type": "own",
-        "auto_map": {"AutoConfig": "configuration_own.OwnConfig"},
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
     }
     (checkpoint / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"trust_remote_code|custom code"):
         convert(checkpoint, tmp_path / "out", dry_run=True)
-    assert not (tmp_path / "ran").exists()
+    assert not ran.exists()
+    assert "own.py" in convert(checkpoint, tmp_path / "out", dry_run=True, trust_remote_code=True)["others"]
+    assert ran.exists()
+    with pytest.raises(ValueError, match=r"its code is its own, own\.OwnForCausalLM"):
+        convert(checkpoint, tmp_path / "out", dry_run=True, trust_remote_code=True, auto_map=True)
 
 
 @pytest.fixture
