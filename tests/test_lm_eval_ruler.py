@@ -202,6 +202,15 @@ def test_lengths_that_are_none_are_refused(value):
         read_lengths(value)
 
 
+def test_a_length_that_lm_eval_would_cut_is_refused(checkpoint):
+    with pytest.raises(ValueError, match="length 5000 is more than the model's 4096 tokens"):
+        load("mala_ruler_fwe", pretrained=checkpoint, max_seq_lengths=[1024, 5000], num_samples=1)
+    for settings in ({"max_length": 5000}, {"max_position_embeddings": 5000}):
+        load("mala_ruler_fwe", pretrained=checkpoint, max_seq_lengths=[5000], num_samples=1, **settings)
+    with pytest.raises(ValueError, match="length 1024 is more than the model's 1000 tokens"):
+        load("mala_ruler_fwe", tokenizer=word_tokenizer(), max_seq_lengths=[1024], num_samples=1, max_length=1000)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -11,7 +11,8 @@ from typing import Any
 import datasets
 from lm_eval.api.metrics import mean
 from lm_eval.api.task import ConfigurableTask
-from transformers import AutoTokenizer
+from lm_eval.models.utils import resolve_max_length
+from transformers import AutoConfig, AutoTokenizer
 
 from ..ruler.prompts import Prompter, uses_chat_template
 from ..ruler.scoring import sample_score
@@ -20,7 +21,12 @@ from ..ruler.tasks import find_task
 
 PREFIX = "mala_ruler_"
 TOKENIZER_KEYS = ("tokenizer", "pretrained", "model")  # model arguments that may name it, the first wins
-TOKENIZER_OPTIONS = ("revision", "trust_remote_code", "subfolder", "gguf_file")
+HUB_OPTIONS = (
+    "revision",
+    "trust_remote_code",
+    "subfolder",
+    "gguf_file",
+)  # model arguments that say which files are meant
 RULER_SAMPLES = 500
 logger = logging.getLogger("lm_eval.mala_ruler")  # lm_eval shows what its own loggers say
 
@@ -98,6 +104,7 @@ def draw_documents(
     """Return the documents of a task, all lengths one after another, and where their texts are from."""
     find_task(name)
     tokenizer = find_tokenizer(metadata)
+    check_positions(max(lengths), metadata, tokenizer)
     chat = uses_chat_template(tokenizer, "on" if metadata.get("chat_template", False) else "off")
     sources = find_sources(metadata.get("corpora", "auto"), [name], logger.warning)
     prompter = Prompter(tokenizer, chat)
@@ -128,9 +135,24 @@ def find_tokenizer(metadata: Mapping[str, Any]) -> Any:
     found = next((metadata[key] for key in TOKENIZER_KEYS if metadata.get(key)), None)
     if found is None:
         raise ValueError("RULER's samples are measured in tokens: --model_args or --metadata must name a tokenizer")
-    if not isinstance(found, str):
-        return found
-    return AutoTokenizer.from_pretrained(found, **{key: metadata[key] for key in TOKENIZER_OPTIONS if key in metadata})
+    return AutoTokenizer.from_pretrained(found, **hub_options(metadata)) if isinstance(found, str) else found
+
+
+def check_positions(length: int, metadata: Mapping[str, Any], tokenizer: Any) -> None:
+    """Raise ``ValueError`` for a length beyond the model that the arguments name: lm_eval would cut the prompts."""
+    limit = metadata.get("max_length") or metadata.get("max_position_embeddings")
+    model = metadata.get("pretrained")
+    if not limit and isinstance(model, str):
+        limit = resolve_max_length(AutoConfig.from_pretrained(model, **hub_options(metadata)), tokenizer)
+    if limit and length > limit:
+        raise ValueError(
+            f"length {length} is more than the model's {limit} tokens; --model_args max_length=N sets others"
+        )
+
+
+def hub_options(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that say which of a model's files are meant."""
+    return {key: metadata[key] for key in HUB_OPTIONS if key in metadata}
 
 
 def mean_of_present(scores: Sequence[float | None]) -> float:

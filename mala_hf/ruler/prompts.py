@@ -106,8 +106,8 @@ class Prompter:
         """
 
         def samples_beside(reserved: int) -> list[Sample]:
-            options_of_all = {"tokenizer": self.count, "length": length, "num_samples": num_samples}
-            return generate(task, **options_of_all, reserved=reserved, **options)
+            fixed: dict[str, Any] = {"length": length, "num_samples": num_samples, "reserved": reserved}
+            return generate(task, tokenizer=self.count, **fixed, **options)
 
         try:
             return samples_beside(self.template_tokens)
