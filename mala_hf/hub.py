@@ -9,6 +9,7 @@ from typing import Any
 
 from .config import check_kernel_name
 from .ops import hf as ours
+from .ops.hf_heads import sharers
 from .ops.support_reuse import records_support
 
 KERNEL_VERSION = 1  # of the Hub repository, branch v1
@@ -79,4 +80,5 @@ def _adapter_in(kernel: ModuleType, name: str) -> ModuleType:
             "name another revision of the kernel (org/name@revision), or install the mala-hf that belongs to it"
         )
     adapter.recorders = ours.recorders  # type: ignore[attr-defined]  # record_work hears all layers alike
+    importlib.import_module(f"{kernel.__name__}.hf_heads").sharers = sharers  # type: ignore[attr-defined]
     return adapter

@@ -24,6 +24,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from .ops.hf_mask import PACKING_DTYPE, Padding, mark, read_packing, read_padding
+from .sequence_parallel import check_mask_is_not_lost, place_and_size
 
 PASSES_WINDOW = re.compile(r"attention_interface\((?:[^()]|\([^()]*\))*sliding_window=")
 
@@ -55,22 +56,24 @@ def mala_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, allow_is_causal_skip, device, type(config)
     )  # fmt: skip
     short, mask = _short_mask(request, mask_function)
-    if short:
-        return mask
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=False,  # SDPA's None is aligned at the top left
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-        use_vmap=use_vmap,
-        device=device,
-    )
+    if not short:
+        mask = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=False,  # SDPA's None is aligned at the top left
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            use_vmap=use_vmap,
+            device=device,
+        )
+    if not is_tracing(attention_mask):
+        check_mask_is_not_lost(mask)
+    return mask
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,10 @@ def _short_mask(request: _Request, mask_function: Callable) -> tuple[bool, Tenso
 
 def _hides_window(pattern: Pattern, num_keys: int, config_type: Any) -> bool:
     """Whether a window matters that the model's layers do not pass to their attention function."""
-    return pattern.window is not None and pattern.window < num_keys and not _passes_window(config_type)
+    if pattern.window is None or _passes_window(config_type):
+        return False
+    sharers = place_and_size()  # of a sequence; the keys are those of one of them
+    return pattern.window < num_keys * (1 if sharers is None else sharers[1])
 
 
 def _padding_mask(request: _Request, seen: int) -> tuple[bool, Tensor | None]:

@@ -8,8 +8,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .hub import adapter_of
 from .masks import mala_mask
+from .ops.hf_heads import sharers
+from .sequence_parallel import NAME, place_and_size
 
-NAME, REFERENCE_NAME = "mala", "mala_reference"
+REFERENCE_NAME = "mala_reference"
 
 
 def mala_attention_forward(module, query, key, value, attention_mask=None, **kwargs) -> tuple[Tensor, None]:
@@ -27,3 +29,5 @@ def register() -> None:
     for name, forward in ((NAME, mala_attention_forward), (REFERENCE_NAME, mala_reference_attention_forward)):
         AttentionInterface.register(name, forward)
         AttentionMaskInterface.register(name, mala_mask)
+    if place_and_size not in sharers:
+        sharers.append(place_and_size)

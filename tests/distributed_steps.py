@@ -103,6 +103,7 @@ def steps_with_accelerate(kind: str) -> dict[str, Any]:
         "processes": accelerator.num_processes,
         "own_share": sum(x.numel() for x in local) / sum(weight.numel() for weight in model.parameters()),
         "work_fraction": work.work_fraction,
+        "gathered": work.gathered().to_dict(),
         "losses": losses,
         "gradients": first,
         "parameters": whole(model.named_parameters()),
@@ -151,6 +152,7 @@ def steps_with_trainer() -> dict[str, Any]:
         "processes": arguments.world_size,
         "own_share": 1.0,
         "work_fraction": work.work_fraction,
+        "gathered": work.gathered().to_dict(),
         "losses": curves.losses,
         "parameters": whole(model.named_parameters()),
     }

@@ -7,15 +7,12 @@ in the same order, without communication. It differs from whole batches by round
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from distributed_steps import STEPS, model_and_optimizer, steps_in_one_process, whole
+from distributed_steps import BATCH, LENGTH, STEPS, model_and_optimizer, steps_in_one_process, whole
+from processes import PROCESSES, launch
 from project import ROOT
 
 pytestmark = [
@@ -23,32 +20,13 @@ pytestmark = [
     pytest.mark.xdist_group("distributed"),
 ]
 
-PROCESSES, TIME_LIMIT = 2, 240  # seconds, for machines that are busy: each takes about ten
 WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPLlamaForCausalLM", "trainer": "DistributedDataParallel"}
 FLOOR = 1e-6  # relative; some eight roundings of float32
 
 
-def launch(kind: str, folder: Path) -> list[dict]:
-    """What each process saved. All of them are ended when one fails or the time is over."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"]
-    command += [str(ROOT / "tests" / "distributed_steps.py"), kind, str(folder)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=TIME_LIMIT)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, output
+def saved_by(kind: str, folder: Path) -> list[dict]:
+    """What each process saved."""
+    launch(ROOT / "tests" / "distributed_steps.py", kind, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
 
 
@@ -64,7 +42,7 @@ def halves() -> dict:
 
 @pytest.fixture(scope="module", params=WRAPPERS)
 def run(request, tmp_path_factory) -> tuple[str, list[dict]]:
-    return request.param, launch(request.param, tmp_path_factory.mktemp(request.param))
+    return request.param, saved_by(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def difference(one: dict, other: dict, what: str) -> float:
@@ -87,6 +65,15 @@ def test_two_processes_share_the_work_and_skip_tiles(run):
         assert found["wrapper"] == WRAPPERS[kind]
         assert found["own_share"] == (pytest.approx(1 / PROCESSES, abs=0.01) if kind == "fsdp2" else 1)
         assert 0 < found["work_fraction"] < 0.5
+
+
+def test_a_gathered_report_counts_the_sequences_of_all(run):
+    first, second = (found["gathered"] for found in run[1])
+    assert first == second
+    assert [layer["rows"] for layer in first["layers"]] == [STEPS * BATCH * LENGTH] * 2
+    mean = sum(found["work_fraction"] for found in run[1]) / PROCESSES
+    assert first["work_fraction"] == pytest.approx(mean)
+    assert run[1][0]["work_fraction"] != run[1][1]["work_fraction"]
 
 
 def test_losses_are_those_of_one_process(run, one_process, halves):

@@ -53,19 +53,23 @@ PLAIN = {
 }
 LAYERS = {
     **PLAIN,
-    "operators": {*PLAIN, "backward", "forward"},
+    "operators": {*PLAIN, "backward", "decode", "forward"},
     "support_reuse": set(),
     "attend": {*PLAIN, "operators", "support_reuse"},
     "checks": set(),
-    "interface": {*PLAIN, "attend", "checks"},
-    "flash_attn_interface": {"checks", "interface"},
+    "call_options": {*PLAIN, "checks"},
+    "decode_choice": {*PLAIN, "attend", "support_reuse"},
+    "paged": {"checks"},
+    "interface": {*PLAIN, "attend", "call_options", "checks", "decode_choice"},
+    "kvcache": {*PLAIN, "attend", "call_options", "checks", "decode_choice", "paged"},
+    "flash_attn_interface": {"checks", "interface", "kvcache"},
     "hf_mask": set(),
     "hf_dense": {"hf_mask", "visibility"},
     "hf_settings": set(),
     "hf_heads": {"hf_settings", "work"},
     "hf_visible": {"hf_dense", "hf_mask"},
     "hf": {"hf_dense", "hf_heads", "hf_mask", "hf_settings", "hf_visible", "interface", "work"},
-    "__init__": {"flash_attn_interface", "interface", "support_reuse", "work"},
+    "__init__": {"flash_attn_interface", "interface", "kvcache", "support_reuse", "work"},
 }
 
 
@@ -123,6 +127,7 @@ BEHIND_EXTRAS = {
     "ruler": "eval",
     "hub": "hub",
     "lm_eval": "eval",
+    "sequence_parallel": "ulysses",
 }
 
 

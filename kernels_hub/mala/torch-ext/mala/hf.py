@@ -166,6 +166,12 @@ def _check_request(query: Tensor, key: Tensor, value: Tensor, dropout: float, kw
         raise ValueError(
             "query, key and value are DTensors: MALA needs local tensors, so use a tensor-parallel plan with local outputs"
         )
+    replaced = getattr(torch.nn.functional.scaled_dot_product_attention, "__module__", None)
+    if str(replaced).startswith("torch.distributed."):
+        raise ValueError(
+            "torch's context parallelism replaces SDPA, and each process would see its own part of the sequence only: use tensor "
+            "parallelism, or Ulysses sequence parallelism (mala_hf.sequence_parallel)"
+        )
     if dropout:
         raise ValueError(
             f"MALA has no attention dropout, got {dropout}: set the config's attention dropout (attention_dropout, "

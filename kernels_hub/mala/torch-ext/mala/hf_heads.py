@@ -8,13 +8,16 @@ grouped-query attention without repeated keys, and gradients of keys are sums in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 from torch import Tensor
 
 from .hf_settings import HeadSettings, LayerSettings, named
 from .work import Work
+
+# each returns (place, size) of this process among those that share the heads of its layers, or None
+sharers: list[Callable[[], Optional[tuple[int, int]]]] = []
 
 
 @dataclass(frozen=True)
@@ -104,15 +107,17 @@ def put_together(outs: list[Tensor], groups: list[HeadGroup]) -> Tensor:
 def head_share(module, num_heads: int) -> tuple[Optional[int], int]:
     """(first, total): which of the model's query heads a layer's ``num_heads`` are; first is None if nobody knows.
 
-    Tensor parallelism splits them among processes in order; weights that are distributed tensors say at which place this one is.
+    Processes share them in order. Under tensor parallelism weights are distributed tensors, which say at which place this one is;
+    of others ``sharers`` may know.
     """
     total = getattr(getattr(module, "config", None), "num_attention_heads", None)
     if not isinstance(total, int) or total <= num_heads:
         return 0, num_heads
-    for weight in module.parameters():
-        mesh = getattr(weight, "device_mesh", None)
-        if mesh is not None and mesh.ndim == 1 and mesh.size() * num_heads == total:
-            return mesh.get_local_rank() * num_heads, total
+    meshes = (getattr(weight, "device_mesh", None) for weight in module.parameters())
+    places = [(mesh.get_local_rank(), mesh.size()) for mesh in meshes if mesh is not None and mesh.ndim == 1]
+    for found in (*places, *(share() for share in sharers)):
+        if found is not None and found[1] * num_heads == total:
+            return found[0] * num_heads, total
     return None, total
 
 
