@@ -8,27 +8,24 @@ python scripts/render_results.py --check    # exit code 1 if a page differs from
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+import evaluation_tables
+from evaluation_figures import evaluation_figures
+from stored_results import ROOT, results, table
 from training_figure import differences, training_svg
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/training.md", "kernels_hub/mala/CARD.md")
+PAGES = (
+    "README.md",
+    "docs/performance.md",
+    "docs/training.md",
+    "docs/evaluation.md",
+    "docs/kernel_hub.md",
+    "kernels_hub/mala/CARD.md",
+)
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def results(name: str) -> dict[str, Any]:
-    """The stored results of that name."""
-    return json.loads((ROOT / "results" / f"{name}.json").read_text("utf-8"))
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
 
 def forward() -> str:
@@ -133,26 +130,6 @@ def gradients() -> str:
     return table(header, rows)
 
 
-def perplexity() -> str:
-    """Perplexity of full attention and MALA: difference in nats per token."""
-    rows = results("perplexity_smollm2_h200")["rows"]
-    lines = []
-    for dtype in ("float32", "bfloat16"):
-        for length in (2048, 4096, 8192):
-            found = {(r["implementation"], r["tau"]): r for r in rows if (r["dtype"], r["length"]) == (dtype, length)}
-            full = found["sdpa", None]
-            difference = {key: f"{r['nll'] - full['nll']:+.6f}" for key, r in found.items()}
-            lines.append(
-                [f"{dtype}, {length:,} tokens", f"{full['ppl']:.4f}", f"{found['mala', 1.0]['ppl']:.4f}"]
-                + [
-                    difference.get(key, "")
-                    for key in (("eager", None), ("mala", 0.0), ("mala", 1.0), ("mala", 10.0), ("mala", 100.0))
-                ]
-            )
-    header = ["", "ppl, SDPA", "ppl, tau 1", "eager", "tau 0", "tau 1", "tau 10", "tau 100"]
-    return table(header, lines)
-
-
 def blockwise() -> str:
     """Time of the CPU form and of Transformers' eager attention."""
     found = results("blockwise_cpu")
@@ -229,9 +206,16 @@ TABLES = {
     "backward_eager": backward_eager,
     "steps": steps,
     "gradients": gradients,
-    "perplexity": perplexity,
     "blockwise": blockwise,
     "training": training,
+    "perplexity": evaluation_tables.perplexity,
+    "perplexity_claim": evaluation_tables.perplexity_claim,
+    "evaluation_commands": evaluation_tables.evaluation_commands,
+    "perplexity_bfloat16": evaluation_tables.perplexity_bfloat16,
+    "ruler": evaluation_tables.ruler,
+    "ruler_tasks": evaluation_tables.ruler_tasks,
+    "real_model": evaluation_tables.real_model,
+    "kernels_benchmark": evaluation_tables.kernels_benchmark,
 }
 
 
@@ -243,7 +227,9 @@ def rendered(text: str) -> str:
 def drawn() -> dict[Path, str]:
     """Every page and figure as its results would have it."""
     pages = {ROOT / page: rendered((ROOT / page).read_text("utf-8")) for page in PAGES}
-    return pages | {ROOT / "docs/training" / f"{name}.svg": training_svg(results(name)) for name in training_names()}
+    figures = {f"training/{name}": training_svg(results(name)) for name in training_names()}
+    figures |= {f"evaluation/{name}": svg for name, svg in evaluation_figures().items()}
+    return pages | {ROOT / "docs" / f"{name}.svg": svg for name, svg in figures.items()}
 
 
 def main() -> None:

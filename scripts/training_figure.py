@@ -35,16 +35,16 @@ class Panel:
         low, high = min(values), max(values)
         margin = 0.06 * (high - low) or 1.0  # curves that are all one value get a unit around it
         self.low, self.high = low - margin, high + margin
-        self.parts = [_text(LEFT, edges[0] - 8, title)]
+        self.parts = [text_at(LEFT, edges[0] - 8, title)]
         for value in ticks(self.low, self.high, 3):
             y = self.y(value)
             self.parts.append(
                 f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{"#999" if value == 0 else "#e4e4e4"}"/>'
             )
-            self.parts.append(_text(LEFT - 8, y + 4, f"{value:g}", "end"))
+            self.parts.append(text_at(LEFT - 8, y + 4, f"{value:g}", "end"))
         for step in ticks(1, steps, 4):
             if step == int(step):
-                self.parts.append(_text(self.x(step), edges[1] + 16, f"{step:g}", "middle"))
+                self.parts.append(text_at(self.x(step), edges[1] + 16, f"{step:g}", "middle"))
 
     def x(self, step: float) -> float:
         """Pixels from the left."""
@@ -61,7 +61,8 @@ class Panel:
         self.parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>')
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+def text_at(x: float, y: float, text: str, anchor: str = "start") -> str:
+    """Text that starts, ends or is centred there."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
@@ -88,9 +89,9 @@ def training_svg(result: dict[str, Any]) -> str:
     legend, x = [], float(LEFT)
     for run, colour in zip(runs, colours, strict=True):
         legend.append(f'<rect x="{x:.1f}" y="8" width="16" height="8" fill="{colour}"/>')
-        legend.append(_text(x + 22, 16, run["attention"]))
+        legend.append(text_at(x + 22, 16, run["attention"]))
         x += 42 + 7.5 * len(run["attention"])
-    body = [*legend, *losses.parts, *below.parts, _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "step", "middle")]
+    body = [*legend, *losses.parts, *below.parts, text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "step", "middle")]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">\n'
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
