@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of single layers and heads: each head computes what it would in a layer set as a whole, whatever its neighbours do."""
+"""Settings of single layers and heads: heads with equal ones compute what a layer of them alone would, whatever their neighbours do."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ PACKED = {name: torch.tensor([0, 7, 8, LENGTH], dtype=torch.int32) for name in (
     "kind", ["plain", "window", "padded", "square", "square by head", "packed", "sinks and softcap"]
 )
 @pytest.mark.parametrize("rows", [LENGTH, 6, 1])
-def test_each_head_does_what_a_layer_set_as_a_whole_does(kind, rows):
+def test_heads_do_what_a_layer_of_them_alone_does(kind, rows):
     if kind == "packed" and rows < LENGTH:
         pytest.skip("packed sequences come without a cache")
     options = {"window": {"sliding_window": 11}, "packed": PACKED}.get(kind, {})
@@ -70,14 +70,21 @@ def test_each_head_does_what_a_layer_set_as_a_whole_does(kind, rows):
     if kind == "sinks and softcap":
         options = {"softcap": 20.0, "s_aux": torch.linspace(-2, 2, NUM_HEADS)}
         heads, of_head = {**MIXED, 3: 0}, [0 if one == "sdpa" else one for one in OF_HEAD]
-    call = (*inputs(1 if kind == "packed" else 2, rows), mask_of(kind, rows))
+    query, key, value = inputs(1 if kind == "packed" else 2, rows)
+    mask = mask_of(kind, rows)
     for forward in (hf.mala_attention_forward, hf.mala_reference_attention_forward):
-        out = forward(Layer({"heads": heads}), *call, **options)[0]
-        wholes = {str(setting): forward(Layer(setting), *call, **options)[0] for setting in of_head}
-        for head, setting in enumerate(of_head):
-            assert_close(out[:, :, head], wholes[str(setting)][:, :, head])
+        out = forward(Layer({"heads": heads}), query, key, value, mask, **options)[0]
+        for kv_head, setting in itertools.product(range(NUM_KV_HEADS), {str(one): one for one in of_head}.values()):
+            served = range(kv_head * NUM_HEADS // NUM_KV_HEADS, (kv_head + 1) * NUM_HEADS // NUM_KV_HEADS)
+            some = [head for head in served if of_head[head] == setting]
+            if some:
+                own = {**options, **({"s_aux": options["s_aux"][some]} if "s_aux" in options else {})}
+                tensors = query[:, some], key[:, [kv_head]], value[:, [kv_head]]
+                own_mask = mask[:, some] if kind == "square by head" else mask
+                assert_close(out[:, :, some], forward(Layer(setting), *tensors, own_mask, **own)[0])
         if rows == LENGTH:
-            pairs = itertools.combinations(wholes.values(), 2)
+            wholes = [forward(Layer(setting), query, key, value, mask, **options)[0] for setting in (None, 8.0, 0)]
+            pairs = itertools.combinations(wholes, 2)
             assert all(not torch.allclose(one, other) for one, other in pairs), "settings make no difference here"
 
 
