@@ -81,12 +81,15 @@ sys.meta_path.insert(0, Blocker())
     start = (
         f"import torch, transformers\nids = torch.load({str(place / 'ids.pt')!r})\nfolder = {str(place / 'out')!r}\n"
     )
+    paths = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    )  # another Transformers may be in front
     done = subprocess.run(
         [sys.executable, "-c", (blocker if without_mala_hf else "") + start + code],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "HF_MODULES_CACHE": str(place / "modules"), "PYTHONPATH": f"{ROOT}"},
+        env={**os.environ, "HF_MODULES_CACHE": str(place / "modules"), "PYTHONPATH": paths},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -101,6 +104,7 @@ def test_only_mala_and_what_was_asked_for_is_added_to_the_config(place, converte
     assert not work_folder(place / "out").exists()
 
 
+@pytest.mark.transformers
 def test_with_mala_it_runs_with_the_saved_settings(place, converted):
     assert converted["settings"]["layers"]
     model = hf.AutoModelForCausalLM.from_pretrained(place / "out", attn_implementation="mala")
@@ -115,6 +119,7 @@ def test_with_mala_it_runs_with_the_saved_settings(place, converted):
     assert {str(layer): tau for layer, tau in taus.items()} == converted["search"]["taus"]
 
 
+@pytest.mark.transformers
 def test_without_mala_hf_it_loads_unchanged_and_runs_full_attention(place, converted):
     torch.save(logits(hf.AutoModelForCausalLM.from_pretrained(place / "tiny")), place / "expected.pt")
     python(
@@ -136,6 +141,7 @@ except ModuleNotFoundError:
     )
 
 
+@pytest.mark.transformers
 def test_with_auto_map_trusting_remote_code_is_enough(place, converted):
     torch.save(
         logits(hf.AutoModelForCausalLM.from_pretrained(place / "out", attn_implementation="mala")), place / "mala.pt"
@@ -392,6 +398,7 @@ def composite():
     return hf.Gemma3Config(text_config=text, vision_config=vision)
 
 
+@pytest.mark.transformers
 def test_a_composite_model_has_the_settings_in_its_text_part_alone():
     config = composite()
     raw = json.loads(config.to_json_string())
