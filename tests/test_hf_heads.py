@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from models import SMALL_TILE, attention, padding, tiny, tokens, work_of
+from models import NOISE, SMALL_TILE, attention, padding, tiny, tokens, work_of
 from torch.testing import assert_close
 
 import mala_hf
@@ -218,3 +218,37 @@ def test_a_compiled_model_runs_settings_by_head_without_graph_breaks():
         expected = model(tokens(1, 40), use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert_close(compiled(tokens(1, 40), use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("block", [(0, 20), (7, 20)], ids=["plain", "left"])
+def test_a_model_given_a_window_generates_as_one_that_was_made_with_it(cache, block):
+    ids, mask = tokens(2, 20), padding(20, (0, 20), block)
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    made_with_it = tiny("mistral")
+    expected = made_with_it.generate(ids, **options)
+    model = tiny("mistral")
+    model.config.sliding_window = None
+    full = model.generate(ids, **options)
+    patch_model(model, MalaConfig(tau=0, layers={"*": {"window": made_with_it.config.sliding_window}}))
+    found = model.generate(ids, **options)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert_close(torch.stack(found.logits), torch.stack(expected.logits), **NOISE)
+    assert not torch.allclose(torch.stack(full.logits), torch.stack(expected.logits), **NOISE)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": mala_hf.reuse_support}],
+    ids=["reentrant", "non-reentrant", "reused support"],
+)
+def test_gradient_checkpointing_gives_the_same_bits(kind):
+    ids, layers, gradients = tokens(2, 60), {"*": {"heads": {0: 4.0, 1: "sdpa", 2: {"window": 9}}}}, []
+    for options in (None, kind):
+        model = patch_model(tiny("llama", peaked=4), MalaConfig(tile=tuple(SMALL_TILE), layers=layers)).train()
+        if options is not None:
+            model.gradient_checkpointing_enable(options)
+        model(ids, labels=ids).loss.backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
