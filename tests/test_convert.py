@@ -274,6 +274,31 @@ def test_the_python_of_the_page_runs(place, tmp_path, converted, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["OUT"]
 
 
+def test_the_numbers_of_the_page_are_those_of_the_stored_run():
+    page = (ROOT / "docs" / "convert.md").read_text("utf-8")
+    report = json.loads((ROOT / "docs" / "convert" / "report.json").read_text("utf-8"))
+    (before, after), work = report["perplexity"], report["work"]["summary"]
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:4]]
+        for line in page.splitlines()
+        if len(cells := line.split("|")) == 5
+    }
+    assert rows["perplexity"] == [f"{row['ppl']:.4f}" for row in (before, after)]
+    difference = after["difference"]
+    assert (
+        rows["increase, nats per token [95 %]"][1]
+        == f"{difference['mean']:+.4f} [{difference['low']:+.4f}, {difference['high']:+.4f}]"
+    )
+    assert rows["post-score work, %"] == ["100", f"{100 * work['work_fraction']:.3g}"]
+    assert rows["omitted mass, %"] == ["0", f"{100 * work['omitted_mass_mean']:.3g}"]
+    assert rows["output error, %"] == [
+        f"{100 * report['work']['rounding']:.5f}",
+        f"{100 * work['output_error_mean']:.3g}",
+    ]
+    assert rows["prefill, s"] == [f"{report['time']['prefill_seconds'][name]:.3g}" for name in ("full", "mala")]
+    assert f"{100 * report['search']['work_at_tau_1']['work_fraction']:.3g} % of the work is left" in page
+
+
 KILL = """
 import os, signal, sys
 from pathlib import Path
