@@ -28,7 +28,7 @@ class Launch:
     target: str
     head_dim: int
     dtype: str = "bfloat16"
-    phase: str = "prefill"  # or "decode", "backward", "backward with support", "discover"
+    phase: str = "prefill"  # or "decode", "decode in two passes", "decode in splits", "backward", "backward with support", "discover"
     use_tma: bool = False
     use_hopper: bool = False
     v_head_dim: int = -1  # -1: head_dim
@@ -138,15 +138,15 @@ def _found(kernel) -> Finding:
 
 def _run(launch: Launch) -> None:
     import torch
-    from mala import backward, discover, forward
+    from mala import backward, decode, discover, forward
     from mala.blockwise import Settings
     from mala.support_bits import empty_support
-    from mala.tile_config import tile_config
+    from mala.tile_config import decode_launch, tile_config
     from mala.visibility import fixed_sequences
 
     dtype = getattr(torch, launch.dtype)
     v_head_dim = launch.head_dim if launch.v_head_dim < 0 else launch.v_head_dim
-    seqlen_q = 1 if launch.phase == "decode" else 512
+    seqlen_q = 1 if launch.phase.startswith("decode") else 512
     for seqlen_k in launch.seqlens_k:
         for tau in launch.taus:
             q = torch.empty(2, seqlen_q, launch.num_heads, launch.head_dim, dtype=dtype)
@@ -172,6 +172,15 @@ def _run(launch: Launch) -> None:
                     q, k, v, out, lse, out, settings, sequences, sinks, mask, support, use_tma=launch.use_tma
                 )
                 continue
+            if launch.phase.startswith("decode in"):
+                tile = 1, decode_launch(launch.head_dim, v_head_dim, dtype).block_n
+                settings = Settings(tau, launch.head_dim**-0.5, window, softcap, tile)
+                form = "two_pass" if launch.phase == "decode in two passes" else "split"
+                table = torch.zeros(2, 64, dtype=torch.int32) if launch.features else None
+                decode.launch_decode(
+                    q, k, v, settings, sequences, sinks, form, return_work=launch.features, block_table=table
+                )
+                continue
             if launch.phase == "discover":
                 discover.launch_discover(q, k, settings, sequences, use_hopper=launch.use_hopper)
                 continue
@@ -195,7 +204,12 @@ def _kernels_of(launch: Launch) -> list[tuple[object, str]]:
     from mala import backward, forward
 
     if launch.phase.startswith("backward"):
-        return [(backward, f"backward_{name}_kernel") for name in ("support", "query", "key")]
+        return [(backward, f"backward_{name}_kernel") for name in ("support", "delta", "query", "key")]
+    if launch.phase.startswith("decode in"):
+        from mala import decode
+
+        passes = ["score_tiles", "attend_retained"] if launch.phase == "decode in two passes" else ["attend_split"]
+        return [(decode, f"{name}_kernel") for name in (*passes, "combine")]
     if launch.phase == "discover":
         from mala import discover
 
@@ -216,7 +230,7 @@ def main(mode: str) -> None:
     """Launches as JSON on stdin; per launch a list of findings (or of distinct specialisations) as JSON on stdout."""
     import torch
     import triton
-    from mala import backward, forward
+    from mala import backward, decode, forward
 
     torch.cuda.device = contextlib.nullcontext  # tensors are on the CPU
     answers = []
@@ -225,7 +239,7 @@ def main(mode: str) -> None:
         launch = Launch(**request)
         triton.runtime.driver.set_active(_NamedTarget(launch.target))
         backend, arch = launch.target.split(":")
-        forward.nvidia_major = backward.nvidia_major = (
+        forward.nvidia_major = backward.nvidia_major = decode.nvidia_major = (
             lambda device, major=int(arch) // 10 if backend == "cuda" else 0: major
         )
         originals = [(module, name, getattr(module, name)) for module, name in _kernels_of(launch)]

@@ -209,6 +209,8 @@ def build(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", s
         "softcap": case.softcap,
         "tile": case.tile,
     }
+    if case.layout != "packed":
+        options["decode"] = "single"
     if case.softmax_scale is not None:
         options["softmax_scale"] = case.softmax_scale
     if case.sinks is not None:

@@ -59,8 +59,20 @@ DISCOVERY = {
     },
     "cuda:90 hopper": [Launch("cuda:90", head_dim, phase="discover", use_hopper=True) for head_dim in (64, 128, 256)],
 }
-# the backward's support, dq, and dk with dv; discovery's keys, rows and pass
-NUM_KERNELS = {"backward": 3, "backward with support": 3, "discover": 3}
+DECODE = {
+    target: [
+        Launch(target, head_dim, dtype, phase=phase, features=features)
+        for head_dim, dtype, features in (
+            (64, "bfloat16", True), (128, "bfloat16", False), (256, "bfloat16", False), (128, "float32", False)
+        )
+        for phase in ("decode in two passes", "decode in splits")
+    ]
+    for target in SHARED_LIMIT_BYTES
+}  # fmt: skip
+# the backward's support, delta, dq, and dk with dv; discovery's keys, rows and pass; a decode's passes and its sum
+NUM_KERNELS = {
+    "backward": 4, "backward with support": 4, "discover": 3, "decode in two passes": 3, "decode in splits": 2,
+}  # fmt: skip
 # the backward's shapes, with every feature over a saved support and without any over the state alone
 BACKWARD = {
     target: [
@@ -110,6 +122,11 @@ def test_every_shipped_launch_shape_compiles_and_fits(target, dtype):
 @pytest.mark.parametrize("target", BACKWARD)
 def test_the_backward_compiles_and_fits(target):
     _assert_all_fit(BACKWARD[target])
+
+
+@pytest.mark.parametrize("target", DECODE)
+def test_decode_compiles_and_fits(target):
+    _assert_all_fit(DECODE[target])
 
 
 @pytest.mark.parametrize("target", DISCOVERY)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mala_hf.ops import mala_attn_func, reference
+from mala_hf.ops import mala_attn_func, reference, reference_decode
 
 THOROUGH = settings(
     max_examples=1500, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
@@ -146,7 +146,7 @@ def test_omitted_mass_and_output_error_stay_within_certificate_and_bound(problem
 @THOROUGH
 @given(problems(max_rows=3), st.integers(2, 6))
 def test_the_bounds_hold_for_merged_splits(problem, num_splits):
-    result = reference.split_decode_head(*problem.operands, num_splits=num_splits, **problem.numbers)
+    result = reference_decode.split_head(*problem.operands, num_splits=num_splits, **problem.numbers)
     _check_bounds(problem, result)
 
 
@@ -200,8 +200,9 @@ def test_the_blockwise_form_decides_and_computes_the_same(problem):
     st.integers(0, 9),
     st.sampled_from([(-1, 0), (-1, -1), (6, 3)]),
 )
+@pytest.mark.parametrize("decode", ["single", "two_pass"])
 @pytest.mark.parametrize("impl", ["blockwise", "reference"])
-def test_padding_never_changes_a_result(impl, seed, rows, keys, left, right, window):
+def test_padding_never_changes_a_result(impl, decode, seed, rows, keys, left, right, window):
     """A sequence inside a longer tensor (padding holds NaN) gives, bit for bit, what it gives alone."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (3 * torch.randn(1, n, 1, 8, generator=generator).double() for n in (rows, keys, keys))
@@ -209,7 +210,14 @@ def test_padding_never_changes_a_result(impl, seed, rows, keys, left, right, win
     def padded(x: Tensor, before: int, after: int) -> Tensor:
         return torch.nn.functional.pad(x, (0, 0, 0, 0, before, after), value=math.nan)
 
-    options = {"window": window, "tile": (4, 4), "impl": impl, "return_lse": True, "return_work": True}
+    options = {
+        "window": window,
+        "tile": (4, 4),
+        "impl": impl,
+        "decode": decode,
+        "return_lse": True,
+        "return_work": True,
+    }
     out, lse, work = mala_attn_func(q, k, v, **options)
     lengths = {"leftpad_k": left, "seqused_k": left + keys, "seqused_q": rows}
     long_out, long_lse, long_work = mala_attn_func(

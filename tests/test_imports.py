@@ -50,6 +50,8 @@ PLAIN = {
     "tile_config": set(),
     "query_tile": {"visibility"},
     "blockwise": {"query_tile", "support_bits", "visibility", "work"},
+    "reference_decode": {"reference"},
+    "decode_blockwise": {"blockwise", "query_tile", "visibility", "work"},
 }
 LAYERS = {
     **PLAIN,

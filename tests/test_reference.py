@@ -13,7 +13,7 @@ from inputs import CAPTURED, CASES, FAMILIES, FAMILY_CASES, Case, ids
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mala_hf.ops import reference
+from mala_hf.ops import reference, reference_decode
 
 CHEAP_CASES = [case for case in CASES if case.head_dim == 64]
 
@@ -31,7 +31,7 @@ def _one_row(contributions: list[float], num_splits: int = 1, tau: float = 1.0, 
     result = (
         reference.forward_head(q, k, v, legal, **numbers)
         if num_splits == 1
-        else reference.split_decode_head(q, k, v, legal, num_splits=num_splits, **numbers)
+        else reference_decode.split_head(q, k, v, legal, num_splits=num_splits, **numbers)
     )
     return [i for i, code in enumerate(result.tiles[0].flip(0).tolist()) if code == RETAINED]
 
@@ -273,7 +273,7 @@ def test_splits_that_skip_nothing_merge_into_full_attention(num_splits):
     head = next(iter(heads(call)))
     numbers = {**numbers_of(call), "tau": 0.0}
     tensors, sink = operands(call, head, torch.float64), sink_of(call, head)
-    split = reference.split_decode_head(*tensors, head.legal, num_splits=num_splits, sink=sink, **numbers)
+    split = reference_decode.split_head(*tensors, head.legal, num_splits=num_splits, sink=sink, **numbers)
     full = {name: numbers[name] for name in ("softmax_scale", "softcap")}
     out, lse, _ = reference.full_attention_head(*tensors, head.legal, sink=sink, **full)
     torch.testing.assert_close(split.out, out)
@@ -285,7 +285,7 @@ def test_one_split_is_the_unsplit_rule(family):
     call = build(Case(family=family, seqlen_q=1, seqlen_k=150), torch.float64)
     for head in heads(call):
         tensors = operands(call, head, torch.float64)
-        one = reference.split_decode_head(*tensors, head.legal, num_splits=1, **numbers_of(call))
+        one = reference_decode.split_head(*tensors, head.legal, num_splits=1, **numbers_of(call))
         unsplit = reference_head(call, head)
         assert torch.equal(one.tiles, unsplit.tiles)
         torch.testing.assert_close(one.out, unsplit.out)

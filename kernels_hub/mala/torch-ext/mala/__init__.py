@@ -8,7 +8,8 @@ from .flash_attn_interface import (
     flash_attn_with_kvcache,
     set_default_tau,
 )
-from .interface import mala_attn_func, mala_attn_varlen_func, mala_attn_with_kvcache_func
+from .interface import mala_attn_func, mala_attn_varlen_func
+from .kvcache import mala_attn_with_kvcache_func
 from .support_reuse import reuse_support
 from .work import Work
 

@@ -29,12 +29,23 @@ class Call:
     return_work: bool
     save_support: Optional[bool]
     discovery: str
+    form: str = "single"
+    num_splits: int = 0
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], mask: Optional[Tensor], call: Call
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    mask: Optional[Tensor],
+    call: Call,
+    block_table: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Optional[Work]]:
-    """out, lse, and the work if it is asked for; tensors as :func:`blockwise.forward` takes them."""
+    """out, lse, and the work if it is asked for; tensors as :func:`blockwise.forward` takes them.
+
+    With a ``block_table`` (batch, pages), which only a decode on a GPU takes, k and v are (pages, page_size, num_kv_heads, ...).
+    """
     settings, sequences = call.settings, call.sequences
     q_tiles, k_tiles = sequences.tile_grid(settings.tile)
     shape = support_shape(sequences.num_sequences, q.shape[2], (q_tiles, k_tiles))
@@ -47,7 +58,7 @@ def attend(
     out, lse, tiles, certificate, found = operators.run_forward(
         q, k, v, sinks, mask, sequences.bounds, known, sequences.max_seqlen_q, sequences.max_seqlen_k, sequences.is_packed,
         settings.tau, settings.softmax_scale, *settings.window, settings.softcap, *settings.tile, call.impl, call.discovery,
-        call.return_work, saves,
+        call.form, call.num_splits, block_table, call.return_work, saves,
     )  # fmt: skip
     if records:
         record_support(found)
@@ -55,7 +66,8 @@ def attend(
         return out, lse, None
     certificate = certificate[0] if sequences.is_packed else certificate
     saved_bytes = (found if known is None else known).nbytes
-    work = Work(tiles, certificate, _rows_of_tiles(call, q_tiles, q.device), settings.tile, call.impl, saved_bytes)
+    rows = _rows_of_tiles(call, q_tiles, q.device)
+    work = Work(tiles, certificate, rows, settings.tile, call.impl, saved_bytes, call.form)
     return out, lse, work
 
 

@@ -150,7 +150,8 @@ def launch_backward(
         backward_delta_kernel[(blocks * sequences.num_sequences, num_heads)](
             out, do, delta, sequences.bounds, **strides("o", out), **strides("g", do),
             q_begin=q_begin, q_end=q_end, total_q=total_q, num_blocks=blocks, num_heads=num_heads,
-            V_HEAD_DIM=v_head_dim, BLOCK_DV=block_dv, ROWS=DELTA_ROWS, STRIDE_UNIT=unit, IS_PACKED=sequences.is_packed, HAS_BOUNDS=is_ragged, num_warps=4,
+            V_HEAD_DIM=v_head_dim, BLOCK_DV=block_dv, ROWS=DELTA_ROWS, STRIDE_UNIT=unit, IS_PACKED=sequences.is_packed,
+            HAS_BOUNDS=is_ragged, num_warps=4,
         )  # fmt: skip
         if dq is not None:
             step = config.query.step

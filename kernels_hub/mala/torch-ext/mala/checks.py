@@ -14,8 +14,10 @@ LARGEST_NUMBER = 1e308  # that a float holds
 MAX_SOFTCAP = 1000  # the kernels' tanh loses a digit for each further power of ten
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ndim: int) -> None:
-    """q, k, v share dtype, device, batch, and head counts that divide; ``ndim`` is 4 (fixed) or 3 (packed)."""
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ndim: int, shares_batch: bool = True
+) -> None:
+    """q, k, v share dtype, device, batch (but for caches in pages), and head counts that divide; ``ndim``: 4 (fixed) or 3 (packed)."""
     layout = "(batch, seqlen, heads, head_dim)" if ndim == 4 else "(total, heads, head_dim)"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -34,7 +36,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ndim
             )
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k and v must agree in all but head_dim, got {tuple(k.shape)} and {tuple(v.shape)}")
-    if ndim == 4 and q.shape[0] != k.shape[0]:
+    if ndim == 4 and shares_batch and q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must share the batch size, got {q.shape[0]} and {k.shape[0]}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must share head_dim, got {q.shape[-1]} and {k.shape[-1]}")

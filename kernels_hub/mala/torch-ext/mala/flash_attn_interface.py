@@ -11,11 +11,11 @@ import math
 import os
 from typing import Optional
 
-import torch
 from torch import Tensor
 
-from .checks import check_lengths, check_numbers
-from .interface import mala_attn_func, mala_attn_varlen_func, mala_attn_with_kvcache_func
+from .checks import check_numbers
+from .interface import mala_attn_func, mala_attn_varlen_func
+from .kvcache import mala_attn_with_kvcache_func
 
 TAU_VARIABLE = "MALA_TAU"
 
@@ -155,8 +155,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch, cache_len, num_kv_heads, ...), or with a block_table (num_pages, page_size, num_kv_heads, ...).
         k, v: (batch, new, num_kv_heads, ...), written into the caches behind what they hold.
         cache_seqlens: int (batch,), filled length of each cache before ``k`` and ``v`` are written.
-        block_table: int (batch, pages of a sequence), the pages in order; those behind the filled ones are not read. Each
-            call copies the pages that the table names into one piece.
+        block_table: int (batch, pages of a sequence), the pages in order; those behind the filled ones are not read.
         max_seqlen_q, max_seqlen_k: bounds, which nothing here needs.
         Others as in :func:`flash_attn_func`.
 
@@ -164,18 +163,9 @@ def flash_attn_with_kvcache(
         out (batch, seqlen_q, num_heads, v_head_dim).
     """
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, s_aux, deterministic, tau)
-    if block_table is None:
-        return mala_attn_with_kvcache_func(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **options)
-    if (k is None) != (v is None):
-        raise ValueError("k and v are written into the cache together: give both or neither")
-    _check_pages(q, k_cache, block_table, cache_seqlens, 0 if k is None else k.shape[1])
-    filled = cache_seqlens
-    if k is not None and v is not None:
-        _write_pages(k_cache, v_cache, k, v, block_table, cache_seqlens)
-        filled = cache_seqlens + k.shape[1]
-    # tables are filled up with -1, the last page: whatever it holds lies behind the filled keys
-    k_cache, v_cache = (cache[block_table.long()].flatten(1, 2) for cache in (k_cache, v_cache))
-    return mala_attn_with_kvcache_func(q, k_cache, v_cache, cache_seqlens=filled, **options)
+    return mala_attn_with_kvcache_func(
+        q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, block_table=block_table, **options
+    )
 
 
 def _options(dropout_p, softmax_scale, causal, window_size, softcap, s_aux, deterministic, tau) -> dict:
@@ -193,33 +183,3 @@ def _options(dropout_p, softmax_scale, causal, window_size, softcap, s_aux, dete
         "sinks": s_aux,
         "deterministic": deterministic,
     }
-
-
-def _check_pages(q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor, new: int) -> None:
-    if not isinstance(block_table, Tensor) or block_table.ndim != 2 or block_table.shape[0] != q.shape[0]:
-        got = tuple(block_table.shape) if isinstance(block_table, Tensor) else repr(block_table)
-        raise ValueError(f"block_table must be an integer tensor (batch = {q.shape[0]}, pages), got {got}")
-    if k_cache.ndim != 4:
-        raise ValueError(
-            f"with a block_table the caches are (num_pages, page_size, num_kv_heads, head_dim), got {tuple(k_cache.shape)}"
-        )
-    room = block_table.shape[1] * k_cache.shape[1]
-    readable = None if torch.compiler.is_compiling() else room - new
-    check_lengths(q.shape[0], q.device, readable, cache_seqlens=cache_seqlens)
-
-
-def _write_pages(k_cache, v_cache, k: Tensor, v: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
-    """Put k and v (batch, new, num_kv_heads, ...) behind the cached tokens of their sequences."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, k_cache, v_cache)):
-        raise ValueError("the caches are written in place: they, k and v cannot require a gradient")
-    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        fits = len(block_table), k.shape[1], *cache.shape[2:]
-        if tuple(new.shape) != fits or new.dtype != cache.dtype:
-            raise ValueError(
-                f"{name} must be {cache.dtype} {fits} to fit the cache, got {new.dtype} {tuple(new.shape)}"
-            )
-    page_size = k_cache.shape[1]
-    position = cache_seqlens.long()[:, None] + torch.arange(k.shape[1], device=k.device)  # (batch, new)
-    page = block_table.long().gather(1, position // page_size)
-    k_cache[page, position % page_size] = k
-    v_cache[page, position % page_size] = v

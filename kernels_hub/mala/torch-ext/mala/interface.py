@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions: checks and choice of implementation."""
+"""The public functions on whole sequences: checks and choice of implementation. ``kvcache.py`` has the one over caches."""
 
 from __future__ import annotations
 
-import os
 from typing import Optional
 
-import torch
 from torch import Tensor
 
 from .attend import Call, attend
-from .checks import (
-    check_boundaries,
-    check_cache,
-    check_flags,
-    check_lengths,
-    check_numbers,
-    check_tensors,
-    normalized_mask,
+from .call_options import (
+    check_call_flags,
+    discovery_of,
+    if_readable,
+    implementation_of,
+    longest_of,
+    returned,
+    settings_of,
 )
-from .query_tile import Settings
-from .tile_config import tile_config
-from .visibility import Sequences, fixed_sequences, packed_sequences
+from .checks import check_lengths, check_tensors, normalized_mask
+from .decode_choice import decode_call
+from .visibility import fixed_sequences, packed_sequences
 
 
 def mala_attn_func(
@@ -42,6 +40,8 @@ def mala_attn_func(
     tile: Optional[tuple[int, int]] = None,
     impl: str = "auto",
     discovery: str = "auto",
+    decode: str = "auto",
+    num_splits: int = 0,
     save_support: Optional[bool] = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -70,6 +70,13 @@ def mala_attn_func(
             first in INT8 with certified bounds, then exactly among the candidates; the same bits, faster where long sequences keep
             little, slower where they keep much; not for padded or packed batches, masks, softcap, float32 or tau = 0. A call that
             returns its work scores all tiles exactly either way. "auto": fused, for now.
+        decode: form of the test where up to 64 new tokens meet a longer context. "single": from the diagonal to earlier keys against
+            the mass retained so far, as everywhere else. "two_pass": all scores first, then every tile against the full normalizer; a
+            skipped key has less than tau / (visible keys) of full attention, however the keys are split. "split": each of
+            ``num_splits`` parts of the keys against its own normalizer. In both, the query heads of a KV head share their tiles,
+            and ``tile`` counts the tokens of one. Not for masks, packed sequences or gradients. "auto": "two_pass" where it
+            covers the call.
+        num_splits: parts of the keys in a decode; 0: as many as fill the GPU.
         save_support: keep the retained tiles for backward, 1 bit each, so that it scores no others; gradients are the same without.
             None: where a gradient is needed and the bits take at most 1/8 of out's memory. ``Work.support_bytes`` reports it.
         deterministic: demand gradients that repeat bit for bit. All implementations give them anyway.
@@ -85,10 +92,10 @@ def mala_attn_func(
         ValueError: for inputs the rule does not cover; the message says what was got.
     """
     check_tensors(q, k, v, sinks, ndim=4)
-    _check_flags(causal, save_support, deterministic, return_lse, return_work)
-    settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, q.shape[1], k.shape[1])
-    check_lengths(q.shape[0], q.device, _if_readable(q.shape[1]), seqused_q=seqused_q)
-    check_lengths(q.shape[0], q.device, _if_readable(k.shape[1]), seqused_k=seqused_k, leftpad_k=leftpad_k)
+    check_call_flags(causal, save_support, deterministic, return_lse, return_work)
+    settings = settings_of(q, v, tau, causal, softmax_scale, window, softcap, tile, q.shape[1], k.shape[1])
+    check_lengths(q.shape[0], q.device, if_readable(q.shape[1]), seqused_q=seqused_q)
+    check_lengths(q.shape[0], q.device, if_readable(k.shape[1]), seqused_k=seqused_k, leftpad_k=leftpad_k)
     has_lengths = any(lengths is not None for lengths in (seqused_q, seqused_k, leftpad_k))
     mask = normalized_mask(mask, q, k, has_lengths)
     sequences = fixed_sequences(
@@ -100,11 +107,12 @@ def mala_attn_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    impl = _implementation(impl, q)
-    discovery = _discovery(discovery, impl, q, settings, sequences, mask)
+    impl = implementation_of(impl, q)
+    discovery = discovery_of(discovery, impl, q, settings, sequences, mask)
     call = Call(settings, sequences, impl, return_work, save_support, discovery)
+    call = decode_call(call, decode, num_splits, q, k, v, sinks, mask, tile is not None)
     out, lse, work = attend(q, k, v, sinks, mask, call)
-    return _returned(out, lse, work, return_lse, return_work)
+    return returned(out, lse, work, return_lse, return_work)
 
 
 def mala_attn_varlen_func(
@@ -147,148 +155,17 @@ def mala_attn_varlen_func(
         out (total_q, num_heads, v_head_dim); lse and certificate are (num_heads, total_q); the work's maps are per sequence.
     """
     check_tensors(q, k, v, sinks, ndim=3)
-    _check_flags(causal, save_support, deterministic, return_lse, return_work)
+    check_call_flags(causal, save_support, deterministic, return_lse, return_work)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cu_seqlens, Tensor):
             raise ValueError(f"{name} must be an int32 or int64 tensor, got {type(cu_seqlens).__name__}")
     check_lengths(cu_seqlens_q.numel(), q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    longest_q = _longest(q.shape[0], "q", cu_seqlens_q, max_seqlen_q)
-    longest_k = _longest(k.shape[0], "k", cu_seqlens_k, max_seqlen_k)
-    settings = _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, longest_q, longest_k)
+    longest_q = longest_of(q.shape[0], "q", cu_seqlens_q, max_seqlen_q)
+    longest_k = longest_of(k.shape[0], "k", cu_seqlens_k, max_seqlen_k)
+    settings = settings_of(q, v, tau, causal, softmax_scale, window, softcap, tile, longest_q, longest_k)
     sequences = packed_sequences(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, settings.window[1])
-    impl = _implementation(impl, q)
-    discovery = _discovery(discovery, impl, q, settings, sequences, None)
+    impl = implementation_of(impl, q)
+    discovery = discovery_of(discovery, impl, q, settings, sequences, None)
     call = Call(settings, sequences, impl, return_work, save_support, discovery)
     out, lse, work = attend(q[None], k[None], v[None], sinks, None, call)
-    return _returned(out[0], lse[0], work, return_lse, return_work)
-
-
-def mala_attn_with_kvcache_func(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Optional[Tensor] = None,
-    v: Optional[Tensor] = None,
-    *,
-    cache_seqlens: Tensor,
-    leftpad_k: Optional[Tensor] = None,
-    tau: float = 1.0,
-    causal: bool = True,
-    softmax_scale: Optional[float] = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Optional[Tensor] = None,
-    tile: Optional[tuple[int, int]] = None,
-    impl: str = "auto",
-    discovery: str = "auto",
-    save_support: Optional[bool] = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    return_work: bool = False,
-):
-    """Attention of new tokens over a cache that is longer than its content.
-
-    Args:
-        q: (batch, seqlen_q, num_heads, head_dim), the newest tokens.
-        k_cache, v_cache: (batch, cache_len, num_kv_heads, head_dim / v_head_dim).
-        k, v: optional (batch, new, num_kv_heads, ...), written into the caches at cache_seqlens[b] before attending.
-        cache_seqlens: int (batch,), filled length of each cache before ``k`` and ``v`` are written.
-        leftpad_k: int (batch,), first key that counts.
-        Others and returned values as in :func:`mala_attn_func`.
-    """
-    check_tensors(q, k_cache, v_cache, sinks, ndim=4)
-    check_lengths(
-        q.shape[0], q.device, _if_readable(k_cache.shape[1]), cache_seqlens=cache_seqlens, leftpad_k=leftpad_k
-    )
-    if (k is None) != (v is None):
-        raise ValueError("k and v are written into the cache together: give both or neither")
-    # before anything is written
-    _check_flags(causal, save_support, deterministic, return_lse, return_work)
-    settings = _settings(q, v_cache, tau, causal, softmax_scale, window, softcap, tile, q.shape[1], k_cache.shape[1])
-    sequences = fixed_sequences(q.shape[0], q.shape[1], k_cache.shape[1], settings.window[1], seqused_k=cache_seqlens)
-    _discovery(discovery, _implementation(impl, q), q, settings, sequences, None)
-    seqused_k = cache_seqlens
-    if k is not None and v is not None:
-        check_cache(k_cache, v_cache, k, v, cache_seqlens)
-        new = k.shape[1]
-        position = cache_seqlens.long()[:, None] + torch.arange(new, device=q.device)
-        sequence = torch.arange(q.shape[0], device=q.device)[:, None]
-        k_cache[sequence, position] = k
-        v_cache[sequence, position] = v
-        seqused_k = cache_seqlens + new
-    return mala_attn_func(
-        q, k_cache, v_cache,
-        tau=tau, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks,
-        seqused_k=seqused_k, leftpad_k=leftpad_k, tile=tile, impl=impl, discovery=discovery, save_support=save_support,
-        deterministic=deterministic, return_lse=return_lse, return_work=return_work,
-    )  # fmt: skip
-
-
-def _settings(q, v, tau, causal, softmax_scale, window, softcap, tile, seqlen_q, seqlen_k) -> Settings:
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    check_numbers(tau=tau, softmax_scale=scale, softcap=softcap, window=window, tile=tile)
-    # a side that reaches beyond both sequences is unlimited
-    left, right = (-1 if side >= max(seqlen_q, seqlen_k) else side for side in window)
-    tile = tile_config(q.shape[-1], v.shape[-1], q.dtype, seqlen_q).tile if tile is None else tile
-    return Settings(float(tau), float(scale), (left, 0 if causal else right), float(softcap), tile)
-
-
-def _if_readable(limit: int) -> Optional[int]:
-    """``limit`` where values can be checked against it; a compiler has none yet."""
-    return None if torch.compiler.is_compiling() else limit
-
-
-def _longest(total: int, name: str, cu_seqlens: Tensor, max_seqlen: Optional[int]) -> int:
-    if not torch.compiler.is_compiling():
-        return check_boundaries(total, name, cu_seqlens, max_seqlen)
-    if max_seqlen is None:
-        raise ValueError(
-            f"a compiled call cannot read the longest sequence from cu_seqlens_{name}: pass max_seqlen_{name}"
-        )
-    return max_seqlen
-
-
-def _check_flags(causal, save_support, deterministic, return_lse, return_work) -> None:
-    check_flags(causal=causal, deterministic=deterministic, return_lse=return_lse, return_work=return_work)
-    if save_support is not None:
-        check_flags(save_support=save_support)
-
-
-def _discovery(discovery: str, impl: str, q: Tensor, settings: Settings, sequences: Sequences, mask) -> str:
-    if discovery not in ("auto", "fused", "int8"):
-        raise ValueError(f"discovery must be 'auto', 'fused' or 'int8', got {discovery!r}")
-    if discovery != "int8":
-        return "fused"
-    uncovered = {
-        f"impl={impl!r}": impl != "triton",
-        f"{q.dtype} inputs": q.dtype not in (torch.float16, torch.bfloat16),
-        "padded or packed sequences": sequences.bounds is not None,
-        "a mask": mask is not None,
-        "softcap": settings.softcap > 0,
-        "tau = 0": settings.tau == 0,
-    }
-    found = [name for name, is_there in uncovered.items() if is_there]
-    if found:
-        raise ValueError(f"discovery='int8' does not cover {', '.join(found)}: use discovery='auto'")
-    return discovery
-
-
-def _implementation(impl: str, q: Tensor) -> str:
-    if impl == "auto":
-        return "triton" if q.is_cuda and q.dtype != torch.float64 else "blockwise"
-    if impl not in ("triton", "blockwise", "reference"):
-        raise ValueError(f"impl must be 'auto', 'triton', 'blockwise' or 'reference', got {impl!r}")
-    if impl == "triton" and q.dtype == torch.float64:
-        raise ValueError("the Triton kernels compute in float32 at most: use impl='blockwise' for float64")
-    if impl == "triton" and not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"impl='triton' needs tensors on a GPU, got {q.device}; on the CPU use impl='blockwise' or 'auto'"
-        )
-    if impl == "triton" and not q.is_cuda and q.dtype == torch.bfloat16:
-        raise ValueError("Triton's interpreter multiplies bfloat16 wrongly: use float16 or float32 there")
-    return impl
-
-
-def _returned(out, lse, work, return_lse: bool, return_work: bool):
-    extra = ([lse] if return_lse else []) + ([work] if return_work else [])
-    return (out, *extra) if extra else out
+    return returned(out[0], lse[0], work, return_lse, return_work)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from . import blockwise, reference
+from . import blockwise, decode_blockwise, reference, reference_decode
 from ._ops import add_op_namespace_prefix
 from .query_tile import Settings
 from .support_bits import support_shape
@@ -39,6 +39,9 @@ def forward(
     block_n: int,
     impl: str,
     discovery: str,
+    form: str,
+    num_splits: int,
+    block_table: Optional[Tensor],
     return_work: bool,
     save_support: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -50,7 +53,12 @@ def forward(
     settings = Settings(tau, softmax_scale, (window_left, window_right), softcap, (block_m, block_n))
     sequences = _sequences(q, k, bounds, max_seqlen_q, max_seqlen_k, is_packed, window_right)
     with torch.autocast(q.device.type, enabled=False):  # it would round scores to 16 bit
-        if impl == "triton":
+        if form != "single":
+            results = (
+                *_decode(q, k, v, settings, sequences, sinks, impl, form, num_splits, block_table, return_work),
+                None,
+            )
+        elif impl == "triton":
             from .forward import launch_forward  # triton is needed only here
 
             results = launch_forward(
@@ -68,6 +76,15 @@ def forward(
         certificate if return_work and certificate is not None else lse.new_empty(0),
         found if save_support and found is not None else q.new_empty(0, dtype=torch.int32),
     )
+
+
+def _decode(q, k, v, settings, sequences, sinks, impl, form, num_splits, block_table, return_work):
+    if impl == "triton":
+        from .decode import launch_decode
+
+        return launch_decode(q, k, v, settings, sequences, sinks, form, num_splits, return_work, block_table)
+    implementation = reference_decode.decode_sequences if impl == "reference" else decode_blockwise.forward
+    return implementation(q, k, v, settings, sequences, sinks, form, num_splits)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("backward"), mutates_args=())
@@ -126,7 +143,8 @@ def _sequences(q, k, bounds, max_seqlen_q, max_seqlen_k, is_packed, window_right
 
 @forward.register_fake
 def _(q, k, v, sinks, mask, bounds, support, max_seqlen_q, max_seqlen_k, is_packed, tau, softmax_scale, window_left,
-      window_right, softcap, block_m, block_n, impl, discovery, return_work, save_support):  # fmt: skip
+      window_right, softcap, block_m, block_n, impl, discovery, form, num_splits, block_table, return_work,
+      save_support):  # fmt: skip
     batch, seqlen_q, num_heads, _ = q.shape
     num_sequences = batch if bounds is None else bounds.shape[0]
     q_tiles, k_tiles = -(-max_seqlen_q // block_m), -(-max_seqlen_k // block_n)
@@ -150,7 +168,7 @@ def _(q, k, v, sinks, mask, bounds, support, out, lse, do, max_seqlen_q, max_seq
 
 
 NUM_TENSORS = 7  # of forward, before its numbers
-NUM_FLAGS = 3  # after them: discovery, return_work, save_support
+NUM_FLAGS = 6  # after them: from discovery to save_support
 
 
 def _remember(ctx, inputs, output) -> None:

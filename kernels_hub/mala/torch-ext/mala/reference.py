@@ -180,45 +180,6 @@ def backward_head(
     return dq, dk, dv, dsink, retained
 
 
-def split_decode_head(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    legal: Tensor,
-    *,
-    num_splits: int,
-    tau: float,
-    softmax_scale: float,
-    tile: tuple[int, int],
-    softcap: float = 0.0,
-    sink: Optional[Tensor] = None,
-) -> HeadResult:
-    """Split-KV form: each split of whole tiles tests against its own partial normalizer, ``visible_keys`` counts the full context.
-
-    The splits are merged by their lse; the sink joins at the merge.
-    """
-    visible_keys = legal.sum(1)  # (M,)
-    k_tiles = math.ceil(len(k) / tile[1])
-    bounds = [round(k_tiles * i / num_splits) * tile[1] for i in range(num_splits)] + [len(k)]
-    parts = [
-        forward_head(
-            q, k[lo:hi], v[lo:hi], legal[:, lo:hi],
-            tau=tau, softmax_scale=softmax_scale, tile=tile, softcap=softcap, visible_keys=visible_keys,
-        )
-        for lo, hi in zip(bounds, bounds[1:])
-        if lo < hi
-    ]  # fmt: skip
-    lse = torch.stack([part.lse for part in parts])  # (splits, M)
-    merged_lse = torch.logsumexp(lse, 0)  # (M,)
-    if sink is not None:
-        merged_lse = torch.logaddexp(merged_lse, sink.expand_as(merged_lse))
-    weights = torch.exp(lse - torch.where(merged_lse != -math.inf, merged_lse, 0))  # (splits, M)
-    certificate = sum(w * part.certificate for w, part in zip(weights, parts))
-    out = sum(w[:, None] * part.out for w, part in zip(weights, parts))
-    tiles, margin = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("tiles", "margin"))
-    return HeadResult(out, merged_lse, tiles, certificate, margin)
-
-
 def full_attention_head(
     q: Tensor,
     k: Tensor,

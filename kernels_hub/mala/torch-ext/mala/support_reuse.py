@@ -78,6 +78,11 @@ def records_support() -> bool:
     return not torch.compiler.is_compiling() and isinstance(_active.context, _Recording)
 
 
+def is_reusing_support() -> bool:
+    """Whether this forward is one of the two."""
+    return not torch.compiler.is_compiling() and _active.context is not None
+
+
 def record_support(support: Tensor) -> None:
     """Keep what this call found."""
     assert _active.context is not None

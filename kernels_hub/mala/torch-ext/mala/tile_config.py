@@ -96,6 +96,32 @@ BACKWARD_32BIT = {
 
 
 @dataclass(frozen=True)
+class DecodeLaunch:
+    """Keys of a decode tile, and how its keys are split: ``programs_per_sm`` programs, none with fewer than ``min_tiles`` tiles."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    min_tiles: int
+
+
+DECODE_LAUNCH_16BIT = {
+    32: DecodeLaunch(128, 4, 4, 4, 4),
+    64: DecodeLaunch(128, 4, 4, 4, 4),
+    128: DecodeLaunch(64, 4, 4, 4, 4),
+    256: DecodeLaunch(64, 4, 2, 2, 4),
+}
+DECODE_LAUNCH_32BIT = {dim: DecodeLaunch(32, 4, 2, 2, 4) for dim in (32, 64, 128, 256)}
+
+
+def decode_launch(head_dim: int, v_head_dim: int, dtype: torch.dtype) -> DecodeLaunch:
+    """The shipped shape of a decode in two passes or in splits."""
+    table = DECODE_LAUNCH_16BIT if dtype in (torch.float16, torch.bfloat16) else DECODE_LAUNCH_32BIT
+    return table[max(padded_head_dim(head_dim), padded_head_dim(v_head_dim))]
+
+
+@dataclass(frozen=True)
 class DiscoveryConfig:
     """Launch shape of INT8 discovery: ``rows`` of neighbouring query tiles at once."""
 

@@ -22,6 +22,8 @@ class Work:
         tile: (BLOCK_M, BLOCK_N); part of the rule's definition.
         impl: the implementation that ran: "triton", "blockwise" or "reference".
         support_bytes: memory that the call keeps until backward for the retained tiles, 1 bit each; 0 where it keeps none.
+        form: "single" pass from the diagonal to earlier keys, or a decode in "two_pass" or "split" form. In a decode the query heads of
+            a KV head share their tiles, and in two passes omitted mass = certificate / (1 + certificate) exactly.
     """
 
     tiles: Tensor
@@ -30,6 +32,7 @@ class Work:
     tile: tuple[int, int]
     impl: str
     support_bytes: int = 0
+    form: str = "single"
 
     @property
     def retained(self) -> Tensor:

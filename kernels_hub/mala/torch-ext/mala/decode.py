@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches a decode: up to 64 new tokens of each sequence over a long cache, its keys split over the GPU.
+
+All query heads of a KV head share a tile, (tokens, BLOCK_N) keys; ``settings.tile`` counts the tokens of one head. Two forms:
+
+- "two_pass": each tile is tested against the full normalizer (``decode_two_pass.py``);
+- "split": each split tests against its own, the paper's form (``decode_split.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from functools import lru_cache
+from typing import Any, Optional
+
+import torch
+import triton
+from torch import Tensor
+
+from .decode_chain import chain_options
+from .decode_combine import combine_kernel
+from .decode_split import attend_split_kernel
+from .decode_two_pass import attend_retained_kernel, score_tiles_kernel
+from .query_tile import Settings
+from .tile_config import DecodeLaunch, decode_launch, padded_head_dim
+from .tile_steps import LOG2_E
+from .tma import nvidia_major
+from .visibility import Sequences
+
+SMALLEST_ROWS = 16  # of a matrix product
+MAX_ROWS = 128  # of a tile
+MAX_ROWS_TO_KEEP = 64  # query rows of a KV head up to which the first pass keeps probabilities for the second
+CPU_PROGRAMS = 8  # programs to split the keys over where there is no GPU to fill
+
+
+def launch_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    settings: Settings,
+    sequences: Sequences,
+    sinks: Optional[Tensor],
+    form: str,
+    num_splits: int = 0,
+    return_work: bool = False,
+    block_table: Optional[Tensor] = None,
+    keep_p: Optional[bool] = None,
+    launch: Optional[DecodeLaunch] = None,
+) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
+    """out (batch, seqlen_q, num_heads, v_head_dim), lse, and with ``return_work`` tiles and certificate, as ``launch_forward``.
+
+    Args:
+        q, k, v: (batch, seqlen, heads, dim); with ``block_table`` int32 (batch, pages) k and v are (pages, page_size, kv_heads, dim).
+        form: "two_pass" or "split".
+        num_splits: parts of the keys; 0: as many as fill the GPU.
+        keep_p, launch: override what is shipped, for measurements and tests.
+    """
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    num_kv_heads, v_head_dim = v.shape[-2:]
+    tokens, block_n = settings.tile
+    group = num_heads // num_kv_heads
+    rows = tokens * group
+    block_r = max(SMALLEST_ROWS, triton.next_power_of_2(rows))
+    if block_r > MAX_ROWS or block_n < SMALLEST_ROWS:
+        raise ValueError(
+            f"a decode tile holds at most {MAX_ROWS} rows, the tokens of all query heads of a KV head, and at least {SMALLEST_ROWS} "
+            f"keys, got {rows} rows x {block_n} keys"
+        )
+    num_q_tiles, num_k_tiles = sequences.tile_grid(settings.tile)
+    groups = num_q_tiles * num_kv_heads * sequences.num_sequences
+    launch = decode_launch(head_dim, v_head_dim, q.dtype) if launch is None else launch
+    out = torch.empty(batch, seqlen_q, num_heads, v_head_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, num_heads, seqlen_q, dtype=torch.float32, device=q.device)
+    tiles = certificate = None
+    if return_work:
+        tiles = torch.zeros(groups, num_k_tiles, dtype=torch.int8, device=q.device)
+        certificate = torch.zeros_like(lse)
+    if sequences.bounds is not None or sequences.common[0] > 0:  # rows that see no key are not visited
+        out.zero_()
+        lse[:] = -math.inf if sinks is None else sinks.float()[:, None]
+    if not groups or not out.numel():
+        return out, lse, _by_head(tiles, sequences, num_q_tiles, group), certificate
+    if num_splits == 0:
+        programs = launch.programs_per_sm * multiprocessors(q.device)
+        # rounded down: a few programs beyond what runs at once would take as long as all the others
+        num_splits = max(1, min(programs // groups, math.ceil(num_k_tiles / launch.min_tiles)))
+    keep_p = seqlen_q * group <= MAX_ROWS_TO_KEEP if keep_p is None else keep_p
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    unit = 8 if all(stride % 8 == 0 for x in (q, k, v) for stride in x.stride()[:3]) else 1
+    acc, state = empty(groups, num_splits, rows, v_head_dim), empty(groups, num_splits, rows, 3)
+    q_begin, q_end, k_begin, k_end = sequences.common
+    left, right = settings.window
+    chain = chain_options(nvidia_major(q.device))
+    place = {
+        "bounds_ptr": sequences.bounds,
+        "q_begin": q_begin,
+        "q_end": q_end,
+        "k_begin": k_begin,
+        "k_end": k_end,
+        "num_q_tiles": num_q_tiles,
+        "num_kv_heads": num_kv_heads,
+        "num_splits": num_splits,
+        "TOKENS": tokens,
+        "GROUP": group,
+        "HAS_BOUNDS": sequences.bounds is not None,
+        "RETURN_WORK": return_work,
+        "IS_CHAINED": bool(chain),
+    }
+    values = {"V_HEAD_DIM": v_head_dim, "BLOCK_DV": padded_head_dim(v_head_dim)}
+    scored: dict[str, Any] = {
+        "q_ptr": q,
+        "k_ptr": k,
+        "tables_ptr": block_table,
+        **_strides("q", q, unit),
+        **_strides("k", k, unit),
+        "stride_tables": 0 if block_table is None else block_table.stride(0),
+        "num_k_tiles": num_k_tiles,
+        "window_left": left,
+        "window_right": right,
+        "softmax_scale": settings.softmax_scale,
+        "softcap_log2": settings.softcap * LOG2_E.value,
+        "tau": settings.tau,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded_head_dim(head_dim),
+        "BLOCK_R": block_r,
+        "BLOCK_N": block_n,
+        "PAGE": 0 if block_table is None else k.shape[1],
+        "STRIDE_UNIT": unit,
+        "HAS_LEFT": left >= 0,
+        "HAS_RIGHT": right >= 0,
+        "HAS_SOFTCAP": settings.softcap > 0,
+        "DOT_PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+    }
+    attended = {
+        "v_ptr": v,
+        "acc_ptr": acc,
+        "state_ptr": state,
+        "tiles_ptr": tiles,
+        **_strides("v", v, unit),
+        **values,
+    }
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        grid = (groups, num_splits)
+        if form == "split":
+            attend_split_kernel[grid](**place, **scored, **attended)
+        else:
+            first_pass = {
+                "maxima_ptr": empty(groups, num_k_tiles, rows),
+                "sums_ptr": empty(groups, num_k_tiles, rows),
+                "p_ptr": empty(groups, num_k_tiles, rows, block_n, dtype=v.dtype) if keep_p else None,
+                "split_max_ptr": empty(groups, num_splits, rows),
+                "split_sum_ptr": empty(groups, num_splits, rows),
+                "KEEP_P": keep_p,
+            }
+            score_tiles_kernel[grid](**place, **scored, **first_pass)
+            attend_retained_kernel[grid](
+                **place, **scored, **first_pass, **attended, sinks_ptr=sinks, HAS_SINKS=sinks is not None, **chain
+            )
+        combine_kernel[(groups, rows)](
+            acc, state, sinks, out, lse, certificate, total_q=seqlen_q, HAS_SINKS=sinks is not None, **place, **values,
+            num_warps=8, **chain,
+        )  # fmt: skip
+    return out, lse, _by_head(tiles, sequences, num_q_tiles, group), certificate
+
+
+def _by_head(tiles: Optional[Tensor], sequences: Sequences, num_q_tiles: int, group: int) -> Optional[Tensor]:
+    """(num_groups, k_tiles) as (num_sequences, num_heads, q_tiles, k_tiles): the heads of a group share their tiles."""
+    if tiles is None:
+        return None
+    return tiles.view(sequences.num_sequences, -1, num_q_tiles, tiles.shape[-1]).repeat_interleave(group, 1)
+
+
+def _strides(name: str, x: Tensor, unit: int) -> dict[str, int]:
+    return {f"stride_{name}{axis}": stride // unit for axis, stride in zip("bsh", x.stride()[:3])}
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; on the CPU a number that gives a few splits."""
+    if device.type != "cuda":
+        return CPU_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode in two passes or in splits, vectorised in PyTorch: what it runs on without a GPU. Shapes and letters as in ``blockwise``.
+
+Here R are the rows of a tile, the tokens of all query heads of a KV head, token by token, and T its key tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .blockwise import BACKWARD_SLACK, limit_of, retained_tiles
+from .query_tile import NEG_INF, Settings, finite, log_threshold
+from .visibility import Sequences, visible_range
+from .work import RETAINED, SKIPPED
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    settings: Settings,
+    sequences: Sequences,
+    sinks: Optional[Tensor],
+    form: str,
+    num_splits: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, tiles, certificate as ``blockwise.forward``; ``settings.tile`` counts the tokens of one head."""
+    batch, seqlen_q, num_heads, _ = q.shape
+    kv_heads = k.shape[2]
+    group = num_heads // kv_heads
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_zeros(batch, seqlen_q, num_heads, v.shape[-1])
+    lse = q.new_full((batch, num_heads, seqlen_q), NEG_INF, dtype=compute)
+    if sinks is not None:
+        lse[:] = sinks.to(compute)[:, None]
+    certificate = torch.zeros_like(lse)
+    tiles = torch.zeros(batch, num_heads, *sequences.tile_grid(settings.tile), dtype=torch.int8, device=q.device)
+    for _, b, (q_begin, q_end, k_begin, k_end) in sequences.groups():
+        if q_end <= q_begin or k_end <= k_begin:
+            continue
+        k_heads, v_heads = (x[b, k_begin:k_end].transpose(1, 2).to(compute) for x in (k, v))  # (B, K, N, D)
+        for index, start in enumerate(range(q_begin, q_end, settings.tile[0])):
+            rows = slice(start, min(start + settings.tile[0], q_end))
+            packed = (
+                q[b, rows].unflatten(2, (kv_heads, group)).transpose(1, 2).flatten(2, 3).to(compute)
+            )  # (B, K, R, D)
+            scores, threshold = _scores(packed, k_heads, rows, q_end, group, settings)
+            sink = None if sinks is None else sinks.to(compute).view(kv_heads, group).repeat(1, rows.stop - rows.start)
+            if form == "two_pass":
+                retained, visible = _two_pass(scores, threshold, sink, settings.tile[1])
+            else:
+                retained, visible = _split(scores, threshold, num_splits, settings.tile[1])
+            kept = retained.repeat_interleave(settings.tile[1], -1)[:, :, None, : scores.shape[-1]]  # (B, K, 1, N)
+            row_lse = torch.logsumexp(scores.where(kept, NEG_INF), -1)  # (B, K, R)
+            if sink is not None:
+                row_lse = torch.logaddexp(row_lse, sink)
+            p = torch.exp(scores - finite(row_lse)[..., None])
+
+            def of_heads(x: Tensor) -> Tensor:
+                return x.unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)  # (B, H, tokens, ...)
+
+            out[b, rows] = of_heads(p.where(kept, 0) @ v_heads).transpose(1, 2).to(out.dtype)
+            lse[b, :, rows] = of_heads(row_lse)
+            certificate[b, :, rows] = of_heads(_omitted(p, kept, scores != NEG_INF, form, settings.tile[1]))
+            codes = visible * torch.where(retained, RETAINED, SKIPPED)  # (B, K, T)
+            tiles[b, :, index, : codes.shape[-1]] = codes.repeat_interleave(group, 1).to(torch.int8)
+    return out, lse, tiles, certificate
+
+
+def _scores(
+    packed: Tensor, k: Tensor, rows: slice, q_end: int, group: int, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """Scores (B, K, R, N), -inf where illegal, and log(tau / L_q) (R,)."""
+    scores = (packed * settings.softmax_scale) @ k.mT
+    if settings.softcap:
+        scores = settings.softcap * torch.tanh(scores / settings.softcap)
+    position = torch.arange(rows.start, rows.stop, device=k.device) + k.shape[2] - q_end
+    low, high = (x.repeat_interleave(group) for x in visible_range(position, k.shape[2], settings.window))
+    keys = torch.arange(k.shape[2], device=k.device)
+    legal = (keys >= low[:, None]) & (keys < high[:, None])
+    return scores.masked_fill(~legal, NEG_INF), log_threshold(high - low, settings.tau).to(scores.dtype)
+
+
+def _by_tile(x: Tensor, block_n: int, fill: float) -> Tensor:
+    """(..., N) -> (..., T, BLOCK_N)."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % block_n), value=fill).unflatten(-1, (-1, block_n))
+
+
+def _two_pass(scores: Tensor, threshold: Tensor, sink: Optional[Tensor], block_n: int) -> tuple[Tensor, Tensor]:
+    """Retained and visible tiles, bool (B, K, T)."""
+    full = torch.logsumexp(scores, -1)  # (B, K, R)
+    if sink is not None:
+        full = torch.logaddexp(full, sink)
+    tile_max = _by_tile(scores, block_n, NEG_INF).amax(-1)  # (B, K, R, T)
+    legal = tile_max != NEG_INF  # a NaN votes
+    limit = torch.minimum(limit_of(full, threshold, BACKWARD_SLACK), tile_max.amax(-1))
+    passes = ~(tile_max < limit[..., None]) & legal
+    return passes.any(2), legal.any(2)
+
+
+def _split(scores: Tensor, threshold: Tensor, num_splits: int, block_n: int) -> tuple[Tensor, Tensor]:
+    """The rule within each of ``num_splits`` equal parts of the tiles with visible keys, later tiles first."""
+    by_tile = _by_tile(scores, block_n, NEG_INF)[:, :, None]  # (B, K, 1, R, T, Bn): one group, whose rows vote together
+    tile_max, log_mass = by_tile.amax(-1), by_tile.logsumexp(-1)
+    legal = (tile_max != NEG_INF).any(3)[:, :, 0]  # (B, K, T)
+    seen = torch.nonzero(legal.flatten(0, 1).any(0))[:, 0].tolist()
+    retained = torch.zeros_like(legal)
+    first, last = (seen[0], seen[-1] + 1) if seen else (0, 0)
+    per_split = math.ceil((last - first) / num_splits)
+    for start in range(first, last, max(per_split, 1)):
+        part = slice(start, min(start + per_split, last))
+        before = torch.full_like(tile_max[..., 0], NEG_INF)
+        found, _ = retained_tiles(tile_max[..., part].flip(-1), log_mass[..., part].flip(-1), before, threshold)
+        retained[..., part] = found[:, :, 0].flip(-1)
+    return retained, legal
+
+
+def _omitted(p: Tensor, kept: Tensor, legal: Tensor, form: str, block_n: int) -> Tensor:
+    """(B, K, R): exact in the two-pass form, (legal keys) x (largest p) of each skipped tile in the other."""
+    omitted = p.where(~kept, 0)
+    if form == "two_pass":
+        return omitted.sum(-1)
+    return (_by_tile(omitted, block_n, 0).amax(-1) * _by_tile(legal, block_n, False).sum(-1)).sum(-1)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a call with few queries is computed: in one pass as any other, or as a decode, whose keys are split over the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .attend import Call
+from .query_tile import Settings
+from .support_reuse import is_reusing_support
+from .tile_config import decode_launch
+from .visibility import Sequences
+
+FORMS = ("single", "two_pass", "split")
+MAX_TOKENS = 64  # new tokens of a sequence
+MAX_ROWS = 64  # of a tile: tokens x query heads of a KV head
+CPU_SPLITS = 4  # where there is no GPU to fill
+
+
+def decode_call(
+    call: Call,
+    decode: str,
+    num_splits: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    mask: Optional[Tensor],
+    chosen_tile: bool,
+) -> Call:
+    """``call`` in the form that ``decode`` asks for. ``chosen_tile``: its tile was asked for, and is not the shipped one.
+
+    Raises:
+        ValueError: for a form that does not cover the call.
+    """
+    form = decode_form(decode, num_splits, q, k, v, sinks, call.sequences, mask, call.discovery)
+    if form == "single":
+        return call
+    settings = decode_settings(call.settings, q, v, k.shape[2], chosen_tile)
+    num_splits = num_splits or (0 if call.impl == "triton" else CPU_SPLITS)
+    return replace(call, settings=settings, form=form, num_splits=num_splits)
+
+
+def decode_form(
+    decode: str,
+    num_splits: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    sequences: Sequences,
+    mask: Optional[Tensor],
+    discovery: str,
+) -> str:
+    """One of FORMS for ``decode``, which may also be "auto".
+
+    Raises:
+        ValueError: for a form that does not cover the call.
+    """
+    if decode not in ("auto", *FORMS):
+        raise ValueError(f"decode must be 'auto', 'single', 'two_pass' or 'split', got {decode!r}")
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
+        raise ValueError(f"num_splits must be a whole number, 0 to let the kernel choose, got {num_splits!r}")
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    group = q.shape[-2] // k.shape[-2]
+    uncovered = {
+        f"{sequences.max_seqlen_q} queries (at most {MAX_TOKENS})": sequences.max_seqlen_q > MAX_TOKENS,
+        f"{group} query heads to a KV head (at most {MAX_ROWS})": group > MAX_ROWS,
+        "packed sequences": sequences.is_packed,
+        "a mask": mask is not None,
+        "gradients": needs_grad,
+        "support that is kept for a recomputation": is_reusing_support(),
+        "discovery='int8'": discovery == "int8",
+    }
+    found = [name for name, is_there in uncovered.items() if is_there]
+    if decode == "auto":
+        return "single" if found or sequences.max_seqlen_q >= sequences.max_seqlen_k else "two_pass"
+    if decode != "single" and found:
+        raise ValueError(f"decode={decode!r} does not cover {', '.join(found)}: use decode='auto'")
+    return decode
+
+
+def decode_settings(settings: Settings, q: Tensor, v: Tensor, num_kv_heads: int, chosen_tile: bool) -> Settings:
+    """``settings`` with the tile of a decode, (tokens, BLOCK_N): the one that was asked for, cut to what fits, or the shipped one."""
+    tokens = max(1, min(q.shape[1], MAX_ROWS // (q.shape[2] // num_kv_heads)))
+    block_n = decode_launch(q.shape[-1], v.shape[-1], q.dtype).block_n
+    if chosen_tile:
+        tokens, block_n = min(settings.tile[0], tokens), settings.tile[1]
+    return Settings(settings.tau, settings.softmax_scale, settings.window, settings.softcap, (tokens, block_n))

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two-pass decode: every tile's scores and with them the full normalizer first, then the values of the tiles that matter.
+
+A tile is skipped if in each row its largest probability is below tau / L_q, *of full attention*, and not the row's largest. The
+splits have no say in it. The first pass leaves a tile's row maxima, row sums and, unless the normalizer so far excludes it already,
+its probabilities over exp2(row maximum); the second needs no keys, masks or scores. Where many rows would make these probabilities
+large (KEEP_P False), the second pass scores the retained tiles again.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .decode_chain import gdc_launch_dependents, gdc_wait
+from .decode_combine import SPLITS_AT_ONCE, store_split
+from .decode_rows import (
+    RUNTIME_VALUES,
+    decode_place,
+    decode_rows,
+    decode_scores,
+    load_cached,
+    load_queries,
+    split_range,
+)
+from .rule import BACKWARD_SLACK, FORWARD_SLACK, is_tile_retained, limit_of
+from .tile_steps import LOG2_E
+
+CHUNK = tl.constexpr(32)  # tiles that a walk looks at together
+
+
+@triton.jit(do_not_specialize=RUNTIME_VALUES)
+def score_tiles_kernel(
+    q_ptr, k_ptr, maxima_ptr, sums_ptr, p_ptr, split_max_ptr, split_sum_ptr, bounds_ptr, tables_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_tables,
+    q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
+    softmax_scale, softcap_log2, tau,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, KEEP_P: tl.constexpr, RETURN_WORK: tl.constexpr,
+    DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One split: row maxima and sums of each tile (num_groups, num_k_tiles, rows), and of the split (num_groups, num_splits, rows)."""
+    group = tl.program_id(0)
+    q_tile, kv_head, sequence, q_begin, k_begin, seqlen_q, seqlen_k = decode_place(
+        group, num_q_tiles, num_kv_heads, bounds_ptr, q_begin, q_end, k_begin, k_end, HAS_BOUNDS
+    )
+    token, exists, row_low, row_high, threshold_log2, low, high = decode_rows(
+        q_tile, seqlen_q, seqlen_k, window_left, window_right, tau, TOKENS, GROUP, BLOCK_R, HAS_LEFT, HAS_RIGHT
+    )
+    begin, end = split_range(tl.program_id(1), num_splits, low, high, BLOCK_N)
+    batch = sequence.to(tl.int64)
+    q = load_queries(q_ptr, batch, kv_head * GROUP, token, exists, q_begin, stride_qb * STRIDE_UNIT, stride_qs * STRIDE_UNIT,
+                     stride_qh * STRIDE_UNIT, HEAD_DIM, GROUP, BLOCK_R, BLOCK_D)  # fmt: skip
+    if IS_CHAINED:
+        gdc_launch_dependents()
+    rows = tl.arange(0, BLOCK_R)
+    is_row = rows < TOKENS * GROUP
+    row_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_R], tl.float32)
+    for tile in tl.range(begin, end):
+        k = load_cached(k_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, tile * BLOCK_N, seqlen_k,
+                        stride_kb * STRIDE_UNIT, stride_ks * STRIDE_UNIT, stride_kh * STRIDE_UNIT, HEAD_DIM, BLOCK_N, BLOCK_D,
+                        PAGE)  # fmt: skip
+        scores = decode_scores(q, k, tile * BLOCK_N, row_low, row_high, softmax_scale, softcap_log2, LOG2_E, BLOCK_N, HAS_SOFTCAP,
+                               DOT_PRECISION)  # fmt: skip
+        tile_max = tl.max(scores, 1)
+        p = tl.exp2(scores - tl.where(tile_max == float("-inf"), 0.0, tile_max)[:, None])
+        tile_sum = tl.sum(p, 1)
+        new_max = tl.maximum(row_max, tile_max)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        row_sum = row_sum * tl.exp2(row_max - shift) + tile_sum * tl.exp2(tile_max - shift)
+        row_max = new_max
+        # the full normalizer is no smaller: what falls below this limit will fall below that one
+        limit = limit_of(row_max + tl.log2(row_sum), threshold_log2, exists, FORWARD_SLACK)
+        candidate = is_tile_retained(tile_max, tl.where(exists, tl.minimum(limit, row_max), limit))
+        if RETURN_WORK:
+            candidate = candidate | (tile >= 0)
+        else:
+            tile_max = tl.where(candidate, tile_max, float("-inf"))
+        of_tile = (tl.cast(group, tl.int64) * num_k_tiles + tile) * (TOKENS * GROUP)
+        tl.store(maxima_ptr + of_tile + rows, tile_max, mask=is_row)
+        if candidate:
+            tl.store(sums_ptr + of_tile + rows, tile_sum, mask=is_row)
+            if KEEP_P:
+                of_keys = (of_tile + rows)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                tl.store(p_ptr + of_keys, p.to(p_ptr.dtype.element_ty), mask=is_row[:, None])
+    of_split = (group * num_splits + tl.program_id(1)) * (TOKENS * GROUP) + rows
+    tl.store(split_max_ptr + of_split, row_max, mask=is_row)
+    tl.store(split_sum_ptr + of_split, row_sum, mask=is_row)
+
+
+@triton.jit
+def _full_normalizer(split_max_ptr, split_sum_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS: tl.constexpr,
+                     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, HAS_SINKS: tl.constexpr):  # fmt: skip
+    """log2 of the full normalizer of each row, from those of all splits and the sink; and the row's largest score."""
+    rows = tl.arange(0, BLOCK_R)
+    is_row = rows < TOKENS * GROUP
+    full_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    full_sum = tl.zeros([BLOCK_R], tl.float32)
+    largest = full_max
+    if HAS_SINKS:
+        full_max = tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP).to(tl.float32) * LOG2_E
+        full_sum = tl.where(full_max == float("-inf"), 0.0, 1.0)
+    for start in range(0, num_splits, SPLITS_AT_ONCE):
+        splits = start + tl.arange(0, SPLITS_AT_ONCE)
+        offsets = (group * num_splits + splits)[:, None] * (TOKENS * GROUP) + rows[None, :]
+        mask = (splits < num_splits)[:, None] & is_row[None, :]
+        split_max = tl.load(split_max_ptr + offsets, mask=mask, other=float("-inf"))
+        split_sum = tl.load(split_sum_ptr + offsets, mask=mask, other=0.0)
+        largest = tl.maximum(largest, tl.max(split_max, 0))
+        new_max = tl.maximum(full_max, largest)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        full_sum = full_sum * tl.exp2(full_max - shift) + tl.sum(split_sum * tl.exp2(split_max - shift[None, :]), 0)
+        full_max = new_max
+    return full_max + tl.log2(full_sum), largest
+
+
+@triton.jit(do_not_specialize=RUNTIME_VALUES)
+def attend_retained_kernel(
+    q_ptr, k_ptr, v_ptr, maxima_ptr, sums_ptr, p_ptr, split_max_ptr, split_sum_ptr, sinks_ptr, acc_ptr, state_ptr, tiles_ptr,
+    bounds_ptr, tables_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_tables, q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
+    softmax_scale, softcap_log2, tau,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    KEEP_P: tl.constexpr, RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One split's share of the output, over the full normalizer, as ``decode_combine`` wants it."""
+    group = tl.program_id(0)
+    q_tile, kv_head, sequence, q_begin, k_begin, seqlen_q, seqlen_k = decode_place(
+        group, num_q_tiles, num_kv_heads, bounds_ptr, q_begin, q_end, k_begin, k_end, HAS_BOUNDS
+    )
+    token, exists, row_low, row_high, threshold_log2, low, high = decode_rows(
+        q_tile, seqlen_q, seqlen_k, window_left, window_right, tau, TOKENS, GROUP, BLOCK_R, HAS_LEFT, HAS_RIGHT
+    )
+    begin, end = split_range(tl.program_id(1), num_splits, low, high, BLOCK_N)
+    if IS_CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    full_log2, largest = _full_normalizer(split_max_ptr, split_sum_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS, GROUP, BLOCK_R,
+                                 HAS_SINKS)  # fmt: skip
+    limit = limit_of(full_log2, threshold_log2, exists, BACKWARD_SLACK)
+    limit = tl.where(exists, tl.minimum(limit, largest), limit)
+    shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
+    batch = sequence.to(tl.int64)
+    rows = tl.arange(0, BLOCK_R)
+    is_row = rows < TOKENS * GROUP
+    if not KEEP_P:
+        q = load_queries(q_ptr, batch, kv_head * GROUP, token, exists, q_begin, stride_qb * STRIDE_UNIT, stride_qs * STRIDE_UNIT,
+                         stride_qh * STRIDE_UNIT, HEAD_DIM, GROUP, BLOCK_R, BLOCK_D)  # fmt: skip
+    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    row_sum = tl.zeros([BLOCK_R], tl.float32)
+    omitted = tl.zeros([BLOCK_R], tl.float32)
+    of_group = tl.cast(group, tl.int64) * num_k_tiles * (TOKENS * GROUP)
+    for start in range(begin, end, CHUNK):
+        tiles = start + tl.arange(0, CHUNK)
+        of_tiles = of_group + tiles[:, None] * (TOKENS * GROUP) + rows[None, :]
+        mask = (tiles < end)[:, None] & is_row[None, :]
+        maxima = tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf"))
+        reaches = (maxima != float("-inf")) & ~(maxima < limit[None, :])
+        retained = tl.max(reaches.to(tl.int32), 1)
+        if RETURN_WORK:
+            sums = tl.load(sums_ptr + of_tiles, mask=mask, other=0.0)
+            left_out = tl.where(retained[:, None] > 0, 0.0, sums * tl.exp2(maxima - shift[None, :]))
+            omitted += tl.sum(left_out, 0)
+            code = (1 + retained) * (tl.max(maxima, 1) > float("-inf")).to(tl.int32)
+            tl.store(tiles_ptr + tl.cast(group, tl.int64) * num_k_tiles + tiles, code.to(tl.int8), mask=tiles < end)
+        word = tl.sum(retained << tl.arange(0, CHUNK), 0)
+        for _ in tl.range(0, tl.sum(retained, 0)):
+            lowest = (
+                (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
+            )  # a power of two: its exponent is the place
+            tile = start + (lowest.to(tl.int32, bitcast=True) >> 23) - 127
+            word = word & (word - 1)
+            start_n = tile * BLOCK_N
+            v = load_cached(v_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, start_n, seqlen_k, stride_vb * STRIDE_UNIT,
+                            stride_vs * STRIDE_UNIT, stride_vh * STRIDE_UNIT, V_HEAD_DIM, BLOCK_N, BLOCK_DV, PAGE)  # fmt: skip
+            if KEEP_P:
+                of_tile = of_group + tile.to(tl.int64) * (TOKENS * GROUP)
+                of_keys = (of_tile + rows)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                p = tl.load(p_ptr + of_keys, mask=is_row[:, None], other=0.0)
+                tile_max = tl.load(maxima_ptr + of_tile + rows, mask=is_row, other=float("-inf"))
+                weight = tl.exp2(tile_max - shift)
+                row_sum += tl.load(sums_ptr + of_tile + rows, mask=is_row, other=0.0) * weight
+                acc += tl.dot(p, v, input_precision=DOT_PRECISION) * weight[:, None]
+            else:
+                k = load_cached(k_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, start_n, seqlen_k, stride_kb * STRIDE_UNIT,
+                                stride_ks * STRIDE_UNIT, stride_kh * STRIDE_UNIT, HEAD_DIM, BLOCK_N, BLOCK_D, PAGE)  # fmt: skip
+                scores = decode_scores(q, k, start_n, row_low, row_high, softmax_scale, softcap_log2, LOG2_E, BLOCK_N,
+                                       HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
+                p = tl.exp2(scores - shift[:, None])
+                row_sum += tl.sum(p, 1)
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=DOT_PRECISION)
+    store_split(acc_ptr, state_ptr, acc, shift, row_sum, omitted, group, tl.program_id(1), num_splits, V_HEAD_DIM, BLOCK_DV, TOKENS,
+                GROUP, BLOCK_R)  # fmt: skip

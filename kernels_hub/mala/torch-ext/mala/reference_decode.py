@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule for a few new tokens over a long cache, executable. The query heads of a KV head share a tile, and so its fate.
+
+Two forms of the test "is the largest contribution of this tile below tau / L_q in each of its rows":
+
+- two_pass: of the full normalizer, all visible keys and the sink in it. Every skipped key has less than tau / L_q of full attention.
+  A row's largest key is always retained, so no row is ever empty.
+- split: of what the tile's own split of the keys has retained so far, later keys first; the splits are merged by their lse.
+
+Letters in the shape comments: R = rows, tokens x query heads of a KV head, token by token; N = seqlen_k, D = head_dim, E = value
+head_dim, Bm x Bn = one tile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .reference import NOT_VISIBLE, RETAINED, SKIPPED, HeadResult, forward_head, legal_pairs, log_threshold, scores_of
+
+
+def two_pass_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    legal: Tensor,
+    *,
+    tau: float,
+    softmax_scale: float,
+    tile: tuple[int, int],
+    softcap: float = 0.0,
+    sink: Optional[Tensor] = None,
+) -> HeadResult:
+    """q (R, D), k (N, D), v (N, E), legal bool (R, N), tile (Bm, Bn), sink a scalar or (R,). lse is that of the retained keys.
+
+    The certificate is exact here: omitted mass = c / (1 + c).
+    """
+    block_m, block_n = tile
+    scores = scores_of(q, k, softmax_scale, softcap).masked_fill(~legal, -math.inf)  # (R, N)
+    full = torch.logsumexp(scores, 1)  # (R,)
+    if sink is not None:
+        full = torch.logaddexp(full, sink.expand_as(full))
+    # a row's largest key is always retained: tau above 1, or a large sink, would leave a row without any
+    limit = torch.minimum(full + log_threshold(legal.sum(1), tau).to(q), scores.amax(1))  # (R,)
+    q_tiles, k_tiles = math.ceil(len(q) / block_m), math.ceil(len(k) / block_n)
+    tiles = torch.full((q_tiles, k_tiles), NOT_VISIBLE, dtype=torch.int8)
+    margin = torch.full((q_tiles, k_tiles), -math.inf, dtype=q.dtype)
+    kept = torch.zeros_like(legal)
+    for q_tile in range(q_tiles):
+        rows = slice(q_tile * block_m, (q_tile + 1) * block_m)
+        for k_tile in range(k_tiles):
+            keys = slice(k_tile * block_n, (k_tile + 1) * block_n)
+            tile_max = scores[rows, keys].amax(1)  # (Bm,)
+            constrains = tile_max != -math.inf  # (Bm,); a NaN does
+            if not constrains.any():
+                continue
+            margin[q_tile, k_tile] = (tile_max - limit[rows])[constrains].amax()
+            retained = not (tile_max < limit[rows])[constrains].all()
+            tiles[q_tile, k_tile] = RETAINED if retained else SKIPPED
+            kept[rows, keys] = retained
+    lse = torch.logsumexp(scores.masked_fill(~kept, -math.inf), 1)  # (R,)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.expand_as(lse))
+    shift = torch.where(lse != -math.inf, lse, 0)
+    p = torch.exp(scores - shift[:, None])  # (R, N)
+    return HeadResult((p * kept) @ v, lse, tiles, (p * ~kept).sum(1), margin)
+
+
+def split_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    legal: Tensor,
+    *,
+    num_splits: int,
+    tau: float,
+    softmax_scale: float,
+    tile: tuple[int, int],
+    softcap: float = 0.0,
+    sink: Optional[Tensor] = None,
+) -> HeadResult:
+    """Arguments as :func:`two_pass_head`. ``num_splits`` equal parts of the tiles with visible keys.
+
+    ``tau / L_q`` counts the full context, and the sink joins at the merge.
+    """
+    block_m, block_n = tile
+    visible_keys = legal.sum(1)  # (R,)
+    visible = torch.nonzero(legal.any(0))[:, 0]  # keys
+    first, last = (int(visible[0]) // block_n, int(visible[-1]) // block_n + 1) if len(visible) else (0, 0)
+    per_split = math.ceil((last - first) / num_splits)
+    starts = [min(first + i * per_split, last) * block_n for i in range(num_splits + 1)]
+    parts = [
+        forward_head(
+            q, k[lo:hi], v[lo:hi], legal[:, lo:hi],
+            tau=tau, softmax_scale=softmax_scale, tile=tile, softcap=softcap, visible_keys=visible_keys,
+        )
+        for lo, hi in zip(starts, starts[1:])
+        if lo < hi
+    ]  # fmt: skip
+    q_tiles, k_tiles = math.ceil(len(q) / block_m), math.ceil(len(k) / block_n)
+    tiles = torch.full((q_tiles, k_tiles), NOT_VISIBLE, dtype=torch.int8)
+    margin = torch.full((q_tiles, k_tiles), -math.inf, dtype=q.dtype)
+    lse = torch.stack([part.lse for part in parts] or [q.new_full((len(q),), -math.inf)])  # (splits, R)
+    merged = torch.logsumexp(lse, 0)  # (R,)
+    if sink is not None:
+        merged = torch.logaddexp(merged, sink.expand_as(merged))
+    weights = torch.exp(lse - torch.where(merged != -math.inf, merged, 0))  # (splits, R)
+    out, certificate = q.new_zeros(len(q), v.shape[1]), q.new_zeros(len(q))
+    for weight, part in zip(weights, parts):
+        out += weight[:, None] * part.out
+        certificate += weight * part.certificate
+    if parts:
+        tiles[:, first:last], margin[:, first:last] = (
+            torch.cat([getattr(part, name) for part in parts], 1) for name in ("tiles", "margin")
+        )
+    return HeadResult(out, merged, tiles, certificate, margin)
+
+
+def decode_sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    settings,
+    sequences,
+    sinks: Optional[Tensor],
+    form: str,
+    num_splits: int,
+):
+    """out, lse, tiles, certificate of a whole call, as ``reference.forward_sequences``; ``settings.tile`` counts tokens of one head."""
+    batch, seqlen_q, num_heads, _ = q.shape
+    num_kv_heads = k.shape[2]
+    group = num_heads // num_kv_heads
+    tokens, block_n = settings.tile
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_zeros(batch, seqlen_q, num_heads, v.shape[-1])
+    lse = q.new_full((batch, num_heads, seqlen_q), -math.inf, dtype=compute)
+    if sinks is not None:
+        lse[:] = sinks.to(compute)[:, None]
+    certificate = torch.zeros_like(lse)
+    tiles = torch.zeros(batch, num_heads, *sequences.tile_grid(settings.tile), dtype=torch.int8, device=q.device)
+    bounds = [sequences.common] * batch if sequences.bounds is None else sequences.bounds.tolist()
+    numbers = {"tau": settings.tau, "softmax_scale": settings.softmax_scale, "softcap": settings.softcap}
+    for b, (q_begin, q_end, k_begin, k_end) in enumerate(bounds):
+        if q_end <= q_begin or k_end <= k_begin:
+            continue
+        visible = legal_pairs(q_end - q_begin, k_end - k_begin, settings.window).to(q.device)
+        for kv_head in range(num_kv_heads):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            head_k, head_v = (x[b, k_begin:k_end, kv_head].to(compute) for x in (k, v))
+            for index, start in enumerate(range(q_begin, q_end, tokens)):
+                rows = slice(start, min(start + tokens, q_end))
+                packed = q[b, rows, heads].flatten(0, 1).to(compute)  # (R, D)
+                legal = visible[start - q_begin : rows.stop - q_begin].repeat_interleave(group, 0)
+                of_tile = {**numbers, "tile": (len(packed), block_n)}
+                if sinks is not None:
+                    of_tile["sink"] = sinks[heads].to(compute).repeat(rows.stop - start)
+                if form == "split":
+                    result = split_head(packed, head_k, head_v, legal, num_splits=num_splits, **of_tile)
+                else:
+                    result = two_pass_head(packed, head_k, head_v, legal, **of_tile)
+                out[b, rows, heads] = result.out.unflatten(0, (-1, group)).to(out.dtype)
+                lse[b, heads, rows] = result.lse.unflatten(0, (-1, group)).T
+                certificate[b, heads, rows] = result.certificate.unflatten(0, (-1, group)).T
+                tiles[b, heads, index, : result.tiles.shape[1]] = result.tiles[0].to(tiles.device)
+    return out, lse, tiles, certificate
