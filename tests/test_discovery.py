@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from inputs import FAMILIES, Case, ids
 from torch import Tensor
 
-from mala_hf.ops import discover
+from mala_hf.ops import discover, discover_choice
 from mala_hf.ops import forward as forward_module
 from mala_hf.ops.support_bits import unpack_support
 from mala_hf.ops.tile_config import DiscoveryConfig
@@ -190,3 +190,53 @@ def test_other_implementations_and_words_are_refused(device):
         call.run("blockwise", discovery="int8")
     with pytest.raises(ValueError, match="must be 'auto', 'fused' or 'int8'"):
         call.run("triton", discovery="fp8")
+
+
+def _chosen(call: Call, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What "auto" runs, were this a Hopper GPU and these sequences long."""
+    for name, value in (("HEAD_DIM", 64), ("MIN_SEQLEN", 700), ("MAX_FRACTION", 0.95)):
+        monkeypatch.setattr(discover_choice, name, value)
+    monkeypatch.setattr(discover_choice, "nvidia_major", lambda device: 9)
+    ran = []
+    launch = forward_module.launch_discover
+    monkeypatch.setattr(forward_module, "launch_discover", lambda *args: ran.append("int8") or launch(*args))
+    out = call.run("triton")
+    assert torch.equal(out, call.run("triton", discovery="fused"))
+    return ran or ["fused"]
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (Case(seqlen_q=768, tile=(64, 64)), ["int8"]),
+        (Case(family="flat", seqlen_q=768, tile=(64, 64)), ["fused"]),
+        (Case(seqlen_q=280, tile=(64, 64)), ["fused"]),
+        (Case(seqlen_q=20, seqlen_k=768), ["fused"]),
+        (Case(seqlen_q=320, softcap=20.0, tile=(64, 64)), ["fused"]),
+        (Case(seqlen_q=320, tau=0.0, tile=(64, 64)), ["fused"]),
+    ],
+    ids=["peaked", "flat", "short", "few queries", "softcap", "tau 0"],
+)
+def test_auto_looks_at_a_sample_of_the_rows(case, expected, device, monkeypatch):
+    assert _chosen(build(case, torch.float16, device), monkeypatch) == expected
+
+
+@pytest.mark.gpu
+def test_auto_takes_int8_for_long_peaked_inputs_only_and_never_waits_in_a_graph(device):
+    from mala_hf.ops import mala_attn_func
+    from mala_hf.workloads import peaked_inputs
+
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+    inputs = peaked_inputs(32768, links=1.0, **shape)
+    arguments = arguments_of(
+        Call(Case(), inputs.q, inputs.k, inputs.v, {"causal": True, "tile": None, "decode": "single"})
+    )
+    q, k, v, numbers, sequences = arguments[:5]
+    assert discover_choice.choose_discovery(q, k, v, numbers, sequences) == "int8"
+    assert discover_choice.choose_discovery(torch.randn_like(q), k, v, numbers, sequences) == "fused"
+    graph = torch.cuda.CUDAGraph()
+    expected = mala_attn_func(q, k, v, causal=True)
+    with torch.cuda.graph(graph):
+        out = mala_attn_func(q, k, v, causal=True)
+    graph.replay()
+    assert torch.equal(out, expected)

@@ -49,11 +49,9 @@ def check_call_flags(causal, save_support, deterministic, return_lse, return_wor
 
 
 def discovery_of(discovery: str, impl: str, q: Tensor, settings: Settings, sequences: Sequences, mask) -> str:
-    """ "fused" or "int8" for ``discovery``; ``ValueError`` where INT8 discovery does not cover the call."""
+    """ "fused", "int8", or "auto" where the kernel is to choose; ``ValueError`` for INT8 discovery that does not cover the call."""
     if discovery not in ("auto", "fused", "int8"):
         raise ValueError(f"discovery must be 'auto', 'fused' or 'int8', got {discovery!r}")
-    if discovery != "int8":
-        return "fused"
     uncovered = {
         f"impl={impl!r}": impl != "triton",
         f"{q.dtype} inputs": q.dtype not in (torch.float16, torch.bfloat16),
@@ -63,9 +61,9 @@ def discovery_of(discovery: str, impl: str, q: Tensor, settings: Settings, seque
         "tau = 0": settings.tau == 0,
     }
     found = [name for name, is_there in uncovered.items() if is_there]
-    if found:
+    if discovery == "int8" and found:
         raise ValueError(f"discovery='int8' does not cover {', '.join(found)}: use discovery='auto'")
-    return discovery
+    return "fused" if found else discovery
 
 
 def implementation_of(impl: str, q: Tensor) -> str:

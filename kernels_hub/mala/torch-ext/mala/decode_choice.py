@@ -12,12 +12,11 @@ from torch import Tensor
 from .attend import Call
 from .query_tile import Settings
 from .support_reuse import is_reusing_support
-from .tile_config import decode_launch
+from .tile_config import MAX_DECODE_ROWS, decode_launch
 from .visibility import Sequences
 
 FORMS = ("single", "two_pass", "split")
 MAX_TOKENS = 64  # new tokens of a sequence
-MAX_ROWS = 64  # of a tile: tokens x query heads of a KV head
 CPU_SPLITS = 4  # where there is no GPU to fill
 
 
@@ -69,7 +68,7 @@ def decode_form(
     group = q.shape[-2] // k.shape[-2]
     uncovered = {
         f"{sequences.max_seqlen_q} queries (at most {MAX_TOKENS})": sequences.max_seqlen_q > MAX_TOKENS,
-        f"{group} query heads to a KV head (at most {MAX_ROWS})": group > MAX_ROWS,
+        f"{group} query heads to a KV head (at most {MAX_DECODE_ROWS})": group > MAX_DECODE_ROWS,
         "packed sequences": sequences.is_packed,
         "a mask": mask is not None,
         "gradients": needs_grad,
@@ -86,7 +85,7 @@ def decode_form(
 
 def decode_settings(settings: Settings, q: Tensor, v: Tensor, num_kv_heads: int, chosen_tile: bool) -> Settings:
     """``settings`` with the tile of a decode, (tokens, BLOCK_N): the one that was asked for, cut to what fits, or the shipped one."""
-    tokens = max(1, min(q.shape[1], MAX_ROWS // (q.shape[2] // num_kv_heads)))
+    tokens = max(1, min(q.shape[1], MAX_DECODE_ROWS // (q.shape[2] // num_kv_heads)))
     block_n = decode_launch(q.shape[-1], v.shape[-1], q.dtype).block_n
     if chosen_tile:
         tokens, block_n = min(settings.tile[0], tokens), settings.tile[1]

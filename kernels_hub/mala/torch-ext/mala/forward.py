@@ -20,6 +20,7 @@ from torch import Tensor
 from .blockwise import Settings
 from .descriptors import descriptor
 from .discover import launch_discover
+from .discover_choice import choose_discovery
 from .rule import log2_threshold
 from .support_bits import empty_support
 from .tile_config import TileConfig, padded_head_dim, tile_config
@@ -205,7 +206,7 @@ def launch_forward(
 
     ``support``: what an earlier call on the same inputs found. Its tiles are walked and no others scored, with the same bits as result
     (and it is returned). ``candidates``: a superset of the support; its tiles are tested and no others; ``discovery="int8"`` finds them
-    first. A call that is to report its work scores all tiles nevertheless.
+    first, "auto" where a sample of the rows says that it pays. A call that is to report its work scores all tiles nevertheless.
 
     ``config``, ``use_tma`` and ``use_hopper`` override the shipped launch shape, the choice of loads and of the kernel, for
     measurements and tests.
@@ -230,6 +231,8 @@ def launch_forward(
             sequences.num_sequences, num_heads, num_q_tiles, num_k_tiles, dtype=torch.int8, device=q.device
         )
         certificate = torch.zeros_like(lse)
+    if discovery == "auto" and support is None and not return_work:
+        discovery = choose_discovery(q, k, v, settings, sequences)
     if discovery == "int8" and support is None and not return_work:
         candidates = launch_discover(q, k, settings, sequences)
     walked = None if return_work else candidates if support is None else support

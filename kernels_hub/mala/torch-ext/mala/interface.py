@@ -69,7 +69,9 @@ def mala_attn_func(
         discovery: how the tiles to retain are found. "fused": every tile is scored exactly by the kernel that also attends. "int8":
             first in INT8 with certified bounds, then exactly among the candidates; the same bits, faster where long sequences keep
             little, slower where they keep much; not for padded or packed batches, masks, softcap, float32 or tau = 0. A call that
-            returns its work scores all tiles exactly either way. "auto": fused, for now.
+            returns its work scores all tiles exactly either way. "auto": INT8 where it was measured to pay (Hopper, head_dim 128, from
+            16,384 tokens on) and a sample of the rows, which waits for the device, retains little; fused otherwise, and always in a
+            CUDA graph.
         decode: form of the test where up to 64 new tokens meet a longer context. "single": from the diagonal to earlier keys against
             the mass retained so far, as everywhere else. "two_pass": all scores first, then every tile against the full normalizer; a
             skipped key has less than tau / (visible keys) of full attention, however the keys are split. "split": each of

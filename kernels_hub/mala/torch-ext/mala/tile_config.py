@@ -106,6 +106,8 @@ class DecodeLaunch:
     min_tiles: int
 
 
+MAX_DECODE_ROWS = 64  # of a tile: tokens x query heads of a KV head
+
 DECODE_LAUNCH_16BIT = {
     32: DecodeLaunch(128, 4, 4, 4, 4),
     64: DecodeLaunch(128, 4, 4, 4, 4),
