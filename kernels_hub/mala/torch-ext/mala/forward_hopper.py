@@ -5,7 +5,7 @@ In portable Triton all warps of a program wait for a score product, judge it and
 meanwhile. Here each of two warpgroups owns a query tile of BLOCK_M rows and votes alone: while one judges, the other's product
 runs, and one vote settles two key tiles where both are skipped. A third warp brings key tiles through a ring of STAGES buffers; a
 value tile is fetched by the warpgroup that retains it. Same tiles, same order and same rule functions as
-``forward.py``, hence the same retained set.
+``forward_kernel.py``, hence the same retained set.
 
 ``forward_hopper_launch.py`` says which calls it covers; the portable kernel takes all others.
 """
@@ -72,7 +72,7 @@ def _allocate(scores, tile_max, index, q_tile_exists, v_desc, v_smem, v_ready, v
               position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k, window_left, window_right,
               scale_log2, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, v_layout: gl.constexpr, HAS_LEFT: gl.constexpr,
               HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr):  # fmt: skip
-    """The rule's step for one scored tile, as in ``forward.py``."""
+    """The rule's step for one scored tile, as in ``tile_steps.py``."""
     acc_layout: gl.constexpr = acc.type.layout
     start_n = index * BLOCK_N
     to_log2 = scale_log2
