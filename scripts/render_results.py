@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import evaluation_tables
+from decode_table import decode
 from evaluation_figures import evaluation_figures
 from stored_results import ROOT, results, table
 from training_figure import differences, training_svg
@@ -206,6 +207,7 @@ TABLES = {
     "backward_eager": backward_eager,
     "steps": steps,
     "gradients": gradients,
+    "decode": decode,
     "blockwise": blockwise,
     "training": training,
     "perplexity": evaluation_tables.perplexity,

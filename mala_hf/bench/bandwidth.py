@@ -12,7 +12,7 @@ BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 def bandwidths(device: torch.device, budget_ms: float) -> dict[str, float]:
     """GB/s of a copy, its reads and its writes counted, and of a sum, which only reads."""
-    x = torch.zeros(BYTES[device.type] // 4, device=device)
+    x = torch.rand(BYTES[device.type] // 4, device=device)
     y = torch.empty_like(x)
     size = x.numel() * x.element_size()
 

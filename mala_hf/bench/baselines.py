@@ -108,15 +108,14 @@ def causal_blocks(seqlen: int, device: torch.device) -> BlockMask:
     """The causal mask as FlexAttention wants it: a block to test on the diagonal, and all before it. Nothing of seqlen^2 is formed."""
     blocks = -(-seqlen // BLOCK)
     rows = torch.arange(blocks, dtype=torch.int32, device=device)
-    columns = rows.expand(1, 1, blocks, blocks).contiguous()
-    diagonal = torch.zeros_like(columns)
-    diagonal[..., 0] = rows
+    before = rows.expand(1, 1, blocks, blocks).contiguous()
+    tested = before.clone()
+    tested[..., 0] = rows  # the block on the diagonal
+    num_tested = torch.ones(1, 1, blocks, dtype=torch.int32, device=device)
+    num_before = rows[None, None].clone()
+    if seqlen % BLOCK:  # the last row of blocks lacks queries, and torch tests all of it
+        tested[..., -1, :] = rows
+        num_tested[..., -1], num_before[..., -1] = blocks, 0
     return BlockMask.from_kv_blocks(
-        torch.ones(1, 1, blocks, dtype=torch.int32, device=device),
-        diagonal,
-        rows[None, None].contiguous(),
-        columns,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_causal,
-        seq_lengths=(seqlen, seqlen),
+        num_tested, tested, num_before, before, BLOCK_SIZE=BLOCK, mask_mod=_causal, seq_lengths=(seqlen, seqlen)
     )

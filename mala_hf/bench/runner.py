@@ -30,13 +30,18 @@ def bench_device(name: str | None) -> torch.device:
 
 
 def new_result(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """What every file of results begins with: device, commit (default: that of the checkout), versions."""
-    if commit is None:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-        )
-        commit = done.stdout.strip()
-    return {"gpu": device_name(device), "commit": commit, "versions": versions()}
+    """What every file of results begins with: device, commit (default: that of the checkout, if it is one), versions."""
+    return {"gpu": device_name(device), "commit": commit or checked_out_commit(), "versions": versions()}
+
+
+def checked_out_commit() -> str | None:
+    """The commit of the checkout that this file lies in; ``None`` where it lies in none, or where there is no git."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def run_rows(

@@ -97,7 +97,8 @@ def captured(calls: Sequence[Call], stream: torch.cuda.Stream | None = None) -> 
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        calls[0]()  # whatever is done once only
+        for call in dict.fromkeys(calls):  # whatever is done once only
+            call()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             for call in calls:

@@ -16,7 +16,6 @@ LENGTHS = (512, 2048, 8192, 32768, 131072)
 SLOTS = {"forward": 400.0, "backward": 1000.0, "decode": 400.0}
 HEADS, HEAD_DIM = (16, 8), 128
 BUDGET_MS, DECODE_BUDGET_MS = 1000.0, 150.0  # for each timing
-DECODE_SECONDS = 65.0  # for a run of the decode
 
 Case = tuple[str, Callable[[], dict[str, Any]]]
 
@@ -38,7 +37,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--generate", metavar="MODEL", help="with --decode, also tokens/s of its generate")
     parser.add_argument("--device", metavar="NAME", help="default: a GPU; cpu tries the benchmark out")
     parser.add_argument("--budget-ms", type=float, metavar="X", help="of each timing (1000; --decode 150)")
-    parser.add_argument("--seconds", type=float, metavar="X", help="begin no row that ends later (--decode: 65)")
+    parser.add_argument("--seconds", type=float, metavar="X", help="begin no row that would end later")
     parser.add_argument("--commit", metavar="SHA", help="to record (default: the checkout's)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON, written after each row")
 
@@ -64,8 +63,7 @@ def run(options: argparse.Namespace) -> None:
         else:
             print("\n".join(lines) + "\n", flush=True)
 
-    seconds = DECODE_SECONDS if options.decode and options.seconds is None else options.seconds
-    run_rows(result, cases, seconds=seconds, output=options.output, on_row=show)
+    run_rows(result, cases, seconds=options.seconds, output=options.output, on_row=show)
     if options.generate:
         from ..bench.generate import measure_generate
 

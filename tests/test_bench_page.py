@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of the decode shows what its file says."""
+
+import sys
+
+import pytest
+from project import ROOT
+
+sys.path.append(str(ROOT / "scripts"))
+
+import decode_table
+import render_results
+
+
+def column(median_ms, **more):
+    return {"median_ms": median_ms, "eager_ms": 0.2, "gb_s": 3000.0, "of_copy": 0.75, **more}
+
+
+ROW = {
+    "batch": 8,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "context": 131072,
+    "flat_heads": 0,
+    "two_pass": column(0.5, key_slots_per_query=401.6, speedup_over_cudnn=1.8, speedup_over_flash=1.9),
+    "split": column(0.6),
+    "single": column(3.25),
+    "sdpa_cudnn": column(0.9, of_copy=0.9),
+    "sdpa_flash": column(0.95),
+}
+FLAT = ROW | {"flat_heads": 16, "two_pass": column(1.0, key_slots_per_query=131072.0), "sdpa_cudnn": {"failed": "x"}}
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    found = {"bandwidth": {"copy_gb_s": 4012.3, "read_gb_s": 4400.0}, "rows": [ROW, FLAT]}
+    monkeypatch.setattr(decode_table, "results", lambda name: {"decode_h200": found}[name])
+
+
+def test_each_row_is_a_line_in_microseconds_with_what_failed_left_empty(stored):
+    lines = decode_table.decode().splitlines()
+    assert "4,012 GB/s" in lines[0]
+    assert lines[2].count("|") == lines[4].count("|") == lines[5].count("|")
+    assert [cell.strip() for cell in lines[4].split("|")[1:-1]] == [
+        "8 x 131,072", "16 / 8", "402", "500.0", "600.0", "3,250.0", "900.0", "950.0", "1.80x", "1.90x", "3,000", "75 %", "90 %",
+        "200.0", "200.0",
+    ]  # fmt: skip
+    assert "| 131,072 (flat) | 1,000.0 | 600.0 | 3,250.0 | - | 950.0 | - | - |" in lines[5]
+
+
+def test_a_marked_page_gets_the_table(stored):
+    page = render_results.rendered("before\n<!-- table: decode -->\nold\n<!-- end -->\nafter\n")
+    assert page.startswith("before\n<!-- table: decode -->\nCopy bandwidth")
+    assert "old" not in page
+    assert page.endswith("<!-- end -->\nafter\n")
