@@ -15,6 +15,7 @@ from typing import Any
 import evaluation_tables
 from decode_table import decode
 from evaluation_figures import evaluation_figures
+from performance_figures import performance_figures
 from stored_results import ROOT, results, table
 from training_figure import differences, training_svg
 
@@ -231,6 +232,7 @@ def drawn() -> dict[Path, str]:
     pages = {ROOT / page: rendered((ROOT / page).read_text("utf-8")) for page in PAGES}
     figures = {f"training/{name}": training_svg(results(name)) for name in training_names()}
     figures |= {f"evaluation/{name}": svg for name, svg in evaluation_figures().items()}
+    figures |= {f"performance/{name}": svg for name, svg in performance_figures().items()}
     return pages | {ROOT / "docs" / f"{name}.svg": svg for name, svg in figures.items()}
 
 

@@ -2,6 +2,7 @@
 """The table of the decode shows what its file says."""
 
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from project import ROOT
@@ -9,6 +10,7 @@ from project import ROOT
 sys.path.append(str(ROOT / "scripts"))
 
 import decode_table
+import performance_figures
 import render_results
 
 
@@ -53,3 +55,27 @@ def test_a_marked_page_gets_the_table(stored):
     assert page.startswith("before\n<!-- table: decode -->\nCopy bandwidth")
     assert "old" not in page
     assert page.endswith("<!-- end -->\nafter\n")
+
+
+def bars_of(svg):
+    """Height of each bar, without the legend's and the background."""
+    found = [one for one in ElementTree.fromstring(svg).iter() if one.tag.endswith("rect")][1:]
+    return [float(bar.get("height")) for bar in found if bar.get("height") != "8"]
+
+
+def test_a_bar_is_as_high_as_its_speedup_and_what_failed_has_none():
+    names = {"two_pass": "two-pass", "single": "single"}
+    high, low = bars_of(performance_figures.speedup_svg([ROW], names))
+    assert high / low == pytest.approx((0.9 / 0.5) / (0.9 / 3.25), rel=0.01)
+    svg = performance_figures.speedup_svg([ROW, FLAT], names)
+    assert len(bars_of(svg)) == 2
+    assert "8 x 131,072" in svg
+    assert "402 slots" in svg
+
+
+def test_there_is_a_figure_of_every_stored_result_and_the_page_shows_it():
+    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    found = performance_figures.performance_figures()
+    assert {"forward", "backward"} <= set(found)
+    for name in ("forward", "backward"):
+        assert f"(performance/{name}.svg)" in page

@@ -80,7 +80,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.shapes and (options.lengths or options.heads):
         raise ValueError("a shape of --shapes has its heads and its length: leave out --heads and --lengths")
     if options.captured and (
-        options.shapes or options.heads or options.head_dim or options.slots or options.flat_share
+        options.shapes or options.heads or options.head_dim is not None or options.slots or options.flat_share
     ):
         raise ValueError("captured q, k, v are as they are: --captured takes --lengths, and nothing else of the inputs")
     for name in ("budget_ms", "seconds"):
@@ -88,6 +88,11 @@ def check_options(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
     if any(not slots > 0 for slots in options.slots or ()):
         raise ValueError(f"--slots must be above 0, got {options.slots}")
+
+
+def head_dim_of(options: argparse.Namespace) -> int:
+    """head_dim of synthetic inputs."""
+    return HEAD_DIM if options.head_dim is None else options.head_dim
 
 
 def sequence_cases(
@@ -100,7 +105,7 @@ def sequence_cases(
 
     measure = measure_backward if options.backward else measure_forward
     num_heads, num_kv_heads = options.heads or HEADS
-    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": options.head_dim or HEAD_DIM}
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim_of(options)}
     slots = options.slots or [SLOTS["backward" if options.backward else "forward"]]
     if options.captured:
         workloads = [Workload(length, None, captured=options.captured) for length in options.lengths or [None]]
@@ -127,7 +132,7 @@ def decode_cases(
         of_lengths = [f"1,{num_heads},{num_kv_heads},{length}" for length in options.lengths or ()]
         slots = options.slots or [SLOTS["decode"]]
         shapes = options.shapes or of_lengths
-        workloads = decode_workloads(shapes, slots, options.head_dim or HEAD_DIM, options.flat_share)
+        workloads = decode_workloads(shapes, slots, head_dim_of(options), options.flat_share)
     result["bandwidth"] = bandwidths(device, budget_ms)
     measure = partial(measure_decode, budget_ms=budget_ms, bandwidth=result["bandwidth"])
     return [(one.name, partial(measure, one, baselines, device)) for one in workloads]
