@@ -9,6 +9,7 @@ For attention the processes exchange: each sees the whole sequence for its share
 from __future__ import annotations
 
 import argparse
+import time
 
 import parallel_runs as runs
 import torch
@@ -39,9 +40,12 @@ def run(options: argparse.Namespace) -> None:
         "zero_optimization": {"stage": ZERO_STAGE},
         "zero_allow_untested_optimizer": True,
     }
+    if device.type == "cuda":
+        engine["bf16"] = {"enabled": True}  # weights stay in bfloat16, what the optimizer adds up in is float32
     plugin = DeepSpeedPlugin(hf_ds_config=engine)
     parallelism = ulysses(runs.world_size())
-    accelerator = Accelerator(parallelism_config=parallelism, deepspeed_plugin=plugin)
+    precision = "bf16" if device.type == "cuda" else "no"
+    accelerator = Accelerator(mixed_precision=precision, parallelism_config=parallelism, deepspeed_plugin=plugin)
 
     windows = runs.text_windows(AutoTokenizer.from_pretrained(options.model), options.text, options.seqlen)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=runs.dtype_on(device))
@@ -49,7 +53,9 @@ def run(options: argparse.Namespace) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=options.learning_rate))
     place, size = place_and_size()
+    seconds = []
     for step in range(options.steps):
+        start = time.perf_counter()
         ids = windows[step % len(windows)][None].to(accelerator.device)
         labels = pad(ids[:, 1:], (0, 1), value=-100)
         positions = torch.arange(options.seqlen, device=ids.device)[None]
@@ -62,7 +68,12 @@ def run(options: argparse.Namespace) -> None:
         optimizer.zero_grad()
         total = loss.detach()
         dist.all_reduce(total)
-        runs.say(f"step {step}  loss {total.item():.6f}  work {work.gathered().work_fraction:.1%}")
+        total = total.item()
+        seconds.append(time.perf_counter() - start)
+        runs.say(f"step {step}  loss {total:.6f}  work {work.gathered().work_fraction:.1%}")
+    runs.say("seconds a step: " + " ".join(f"{x:.2f}" for x in seconds))
+    if device.type == "cuda":
+        runs.say(f"peak memory of the first GPU: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
 
 if __name__ == "__main__":

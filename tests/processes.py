@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes on CPUs that torchrun starts, and ends when one of them fails or the time is over."""
+"""Several processes, on CPUs or on a GPU each, that torchrun starts, and ends when one of them fails or the time is over."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from project import ROOT
 PROCESSES, TIME_LIMIT = 2, 240  # seconds, for machines that are busy: each takes about ten
 
 
-def launch(script: Path, *arguments: object, fails: bool = False) -> str:
-    """What the processes printed. ``fails``: whether they are to end with an error."""
+def launch(script: Path, *arguments: object, fails: bool = False, gpus: bool = False) -> str:
+    """What the processes printed. ``fails``: whether they are to end with an error. ``gpus``: whether they see any."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"]
     command += [str(script), *map(str, arguments)]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
+        **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
     }
     process = subprocess.Popen(
