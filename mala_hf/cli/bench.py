@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--generate", metavar="MODEL", help="with --decode, also tokens/s of its generate")
     parser.add_argument("--device", metavar="NAME", help="default: a GPU; cpu tries the benchmark out")
     parser.add_argument("--budget-ms", type=float, metavar="X", help="of each timing (1000; --decode 150)")
-    parser.add_argument("--seconds", type=float, metavar="X", help="begin no row that would end later")
+    parser.add_argument("--seconds", type=float, metavar="X", help="begin no row after that time")
     parser.add_argument("--commit", metavar="SHA", help="to record (default: the checkout's)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON, written after each row")
 
