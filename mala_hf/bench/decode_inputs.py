@@ -65,23 +65,17 @@ def decode_inputs(
         k[b] = codes[b].repeat_interleave(SEGMENT, 0)[: shape.context] + NOISE * noise
         k[b, :, :flat] = noise[:, :flat]
     own = codes[:, -1].repeat_interleave(groups, 1)  # (batch, num_heads, head_dim)
-    noise, rounding = (
-        normal(batch, shape.num_heads, dim),
-        torch.rand(batch, shape.num_heads, 1, generator=generator, device=device),
-    )
+    noise = normal(batch, shape.num_heads, dim)
+    rounding = torch.rand(batch, shape.num_heads, 1, generator=generator, device=device)
     earlier = torch.rand(batch, segments - 1, shape.num_heads, generator=generator, device=device).argsort(1)
     factors = torch.linspace(0.5, 1.5, shape.num_heads, device=device)[:, None]
 
     def inputs(links: float) -> Inputs:
-        counts = (
-            (links * factors + rounding).floor().clamp(max=segments - 1)
-        )  # (batch, num_heads, 1); never falls with links
+        counts = (links * factors + rounding).floor().clamp(max=segments - 1)  # never falls with links
         query = own + NOISE * noise
         for link in range(int(counts.max())):
-            chosen = earlier[:, link].view(batch, 1, kv_heads, groups).transpose(2, 3)  # (batch, 1, groups, kv_heads)
-            linked = codes.gather(
-                1, chosen.flatten(1, 2)[..., None].expand(-1, -1, -1, dim)
-            )  # (batch, groups, kv_heads, dim)
+            chosen = earlier[:, link].view(batch, kv_heads, groups).mT[..., None]  # (batch, groups, kv_heads, 1)
+            linked = codes.gather(1, chosen.expand(-1, -1, -1, dim))
             query = query + linked.transpose(1, 2).flatten(1, 2) * (counts > link)
         query[:, : flat * groups] = noise[:, : flat * groups]
         return Inputs(query[:, None].to(dtype), k, v, links, flat * groups)

@@ -54,8 +54,8 @@ def run_rows(
 ) -> dict[str, Any]:
     """``result`` with ``rows``, one for each named case, written to ``output`` after each.
 
-    seconds: no case begins later than that. A case that was not run, or for which there is no memory, is in ``not_run`` with its reason.
-    Other errors are raised; what was measured until then is written.
+    seconds: no case begins later than that. A case that was not run, or for which there is no memory, is in ``not_run`` with its
+    reason. Other errors are raised; what was measured until then is written.
     """
     result["rows"], result["not_run"] = [], []
     start = time.monotonic()
