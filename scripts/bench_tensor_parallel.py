@@ -33,6 +33,7 @@ from mala_hf.bench.timing import copies_for_cold_reads, device_times, peak_bytes
 from mala_hf.bench.workload import bench_dtype, copies_of
 from mala_hf.workloads import Inputs, calibrated_inputs
 
+PARTS = ("forward", "backward", "decode", "step")
 BASELINES = ("sdpa_cudnn", "fa4")
 FORMS: dict[str, Attention] = {
     "mala": functools.partial(forward.mala, discovery="fused"),
@@ -209,9 +210,13 @@ def measure_operator(options: argparse.Namespace, device: torch.device, result: 
         )
         runs.say(f"{name}  {row['key_slots_per_query']:.0f} slots  ms of the slowest (in order / balanced): {columns}")
 
-    done("forward", measure_splits(inputs, forward.mala, forms, baselines, forward_of))
-    done("backward", measure_splits(inputs, forward.mala, backward.FORMS, baselines, backward_of))
+    if "forward" in options.parts:
+        done("forward", measure_splits(inputs, forward.mala, forms, baselines, forward_of))
+    if "backward" in options.parts:
+        done("backward", measure_splits(inputs, forward.mala, backward.FORMS, baselines, backward_of))
     del inputs
+    if "decode" not in options.parts:
+        return
     two_pass = functools.partial(decode.mala, form="two_pass")
     token = decode_inputs(
         DecodeShape(1, *options.heads, options.seqlen, options.head_dim),
@@ -242,7 +247,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--slots", type=float, default=1024.0, help="retained key slots per query to aim at")
     parser.add_argument("--heads", type=int, nargs=2, default=[16, 8], metavar=("QUERY", "KV"), help="of all processes")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4, help="of the training step; 0: none")
+    parser.add_argument("--layers", type=int, default=4, help="of the training step")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+    )
     parser.add_argument("--budget-ms", type=float, default=150.0, help="device time spent on each timing")
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries the benchmark without GPUs"
@@ -262,8 +270,9 @@ def run(options: argparse.Namespace) -> None:
     in_order(options.heads[1], dist.get_world_size())
     sizes = {"seqlen": options.seqlen, "heads": options.heads, "head_dim": options.head_dim, "slots": options.slots}
     result = {**new_result(device, options.commit), "ranks": dist.get_world_size(), **sizes}
-    measure_operator(options, device, result)
-    if options.layers:
+    if {*options.parts} - {"step"}:
+        measure_operator(options, device, result)
+    if "step" in options.parts:
         shape = {"num_heads": options.heads[0], "num_kv_heads": options.heads[1], "head_dim": options.head_dim}
         result["step"] = measure_training_step(shape, options.layers, options.seqlen, device)
         write(result, options.output)
