@@ -71,7 +71,7 @@ DECODE = {
 }  # fmt: skip
 # the backward's support, delta, dq, and dk with dv; discovery's keys, rows and pass; a decode's passes and its sum
 NUM_KERNELS = {
-    "backward": 4, "backward with support": 4, "discover": 3, "decode in two passes": 3, "decode in splits": 2,
+    "backward": 4, "backward with support": 4, "discover": 3, "decode in two passes": 4, "decode in splits": 2,
 }  # fmt: skip
 # the backward's shapes, with every feature over a saved support and without any over the state alone
 BACKWARD = {

@@ -119,8 +119,7 @@ def test_values_of_skipped_tiles_are_never_read(form, group, device):
 def test_the_two_pass_form_does_not_depend_on_the_splits(impl, device):
     call = build(DECODE.with_(num_heads=2, num_kv_heads=1, layout="cache", batch=2), device=device)
     results = [
-        call.run(impl, decode="two_pass", num_splits=splits, return_lse=True, return_work=True)
-        for splits in (1, 3, 20)
+        call.run(impl, decode="two_pass", num_splits=splits, return_lse=True, return_work=True) for splits in (1, 3, 20)
     ]
     for out, lse, work in results[1:]:
         assert torch.equal(work.tiles, results[0][2].tiles)
@@ -128,8 +127,8 @@ def test_the_two_pass_form_does_not_depend_on_the_splits(impl, device):
         torch.testing.assert_close(lse, results[0][1], rtol=1e-5, atol=1e-5)
 
 
-def test_every_skipped_key_has_less_than_its_share_of_full_attention():
-    """And the certificate is the omitted mass itself."""
+def test_every_skipped_key_has_less_than_its_share_of_the_retained_mass():
+    """And so of full attention; and the certificate is the omitted mass itself."""
     call = build(DECODE.with_(seqlen_q=3, num_heads=3, num_kv_heads=1), torch.float64)
     _, work = call.run("blockwise", decode="two_pass", return_work=True)
     legal = legal_pairs(3, 210, (-1, 0))
@@ -139,8 +138,67 @@ def test_every_skipped_key_has_less_than_its_share_of_full_attention():
         )
         skipped = (work.tiles[0, head, 0] == SKIPPED).repeat_interleave(16)[:210]
         assert skipped.any()
-        assert ((p * skipped) < 1 / legal.sum(1)[:, None]).all()
+        retained_mass = (p * ~skipped).sum(1, keepdim=True)
+        assert ((p * skipped) < retained_mass / legal.sum(1)[:, None]).all()
         torch.testing.assert_close(work.omitted_mass_bound[0, head], (p * skipped).sum(1))
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton", "reference"])
+@pytest.mark.parametrize("where", [0, 777, 1023])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_an_even_rest_beside_one_large_key_is_not_dropped(impl, where, splits, device):
+    """Each of its keys has less than 1 / L_q of full attention, all of them together half of it."""
+    q, k = torch.zeros(1, 1, 2, 32, device=device), torch.zeros(1, 1024, 1, 32, device=device)
+    v = torch.randn(1, 1024, 1, 32, generator=torch.Generator().manual_seed(0)).to(device) + 1
+    q[..., 0], k[0, where, 0, 0] = 32**0.5, 6.9
+    out, work = mala_attn_func(
+        q, k, v, causal=True, impl=impl, decode="two_pass", num_splits=splits, tile=(1, 32), return_work=True
+    )
+    assert work.retained.all()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True
+    )
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "single"])
+def test_sinks_and_tables_are_read_by_index_whatever_their_strides(form, device):
+    call = build(DECODE.with_(seqlen_q=2), device=device)
+    sinks = (3 * torch.randn(8, generator=torch.Generator().manual_seed(2))).to(device)
+    expected = call.run("triton", decode=form, num_splits=2, sinks=sinks[::2].contiguous())
+    assert torch.equal(call.run("triton", decode=form, num_splits=2, sinks=sinks[::2]), expected)
+    pages = torch.randn(16, 16, 2, 64, generator=torch.Generator().manual_seed(3)).to(device)
+    table = torch.tensor([[3, 1, 7, 9], [2, 5, 8, -1]], dtype=torch.int32, device=device)
+    options = {
+        "cache_seqlens": torch.tensor([60, 40], device=device),
+        "impl": "triton",
+        "decode": form,
+        "num_splits": 2,
+    }
+    q = call.q[:1].expand(2, -1, -1, -1)
+    outs = [
+        mala_attn_with_kvcache_func(q, pages, pages, block_table=x, **options)
+        for x in (table, table.t().contiguous().t())
+    ]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (torch.tensor([[0.0, 1.0]]), "int32 or int64"),
+        (torch.tensor([[0, -1]]), r"names pages \[-1\]"),
+        (torch.tensor([[0, 8]]), r"pages 0 to 7"),
+    ],
+    ids=["floats", "hole", "beyond"],
+)
+def test_tables_of_pages_are_checked_before_anything_is_written(table, said):
+    cache, new = torch.zeros(8, 4, 1, 32), torch.ones(1, 1, 1, 32)
+    with pytest.raises(ValueError, match=said):
+        mala_attn_with_kvcache_func(
+            torch.randn(1, 1, 1, 32), cache, cache.clone(), new, new, cache_seqlens=torch.tensor([5]), block_table=table
+        )
+    assert not cache.any()
 
 
 def test_probabilities_kept_between_the_passes_or_formed_again_give_the_same(device):

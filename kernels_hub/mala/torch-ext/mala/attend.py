@@ -47,6 +47,8 @@ def attend(
     With a ``block_table`` (batch, pages), which only a decode on a GPU takes, k and v are (pages, page_size, num_kv_heads, ...).
     """
     settings, sequences = call.settings, call.sequences
+    sinks = None if sinks is None else sinks.contiguous()  # the kernels read it, and a table of pages, by index
+    block_table = None if block_table is None else block_table.to(torch.int32).contiguous()
     q_tiles, k_tiles = sequences.tile_grid(settings.tile)
     shape = support_shape(sequences.num_sequences, q.shape[2], (q_tiles, k_tiles))
     records, known = records_support(), replayed_support(shape, q.device)

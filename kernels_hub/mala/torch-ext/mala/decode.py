@@ -21,7 +21,7 @@ from torch import Tensor
 from .decode_chain import chain_options
 from .decode_combine import combine_kernel
 from .decode_split import attend_split_kernel
-from .decode_two_pass import attend_retained_kernel, score_tiles_kernel
+from .decode_two_pass import attend_retained_kernel, score_tiles_kernel, weigh_retained_kernel
 from .query_tile import Settings
 from .tile_config import DecodeLaunch, decode_launch, padded_head_dim
 from .tile_steps import LOG2_E
@@ -85,6 +85,7 @@ def launch_decode(
         programs = launch.programs_per_sm * multiprocessors(q.device)
         # rounded down: a few programs beyond what runs at once would take as long as all the others
         num_splits = max(1, min(programs // groups, math.ceil(num_k_tiles / launch.min_tiles)))
+    num_splits = min(num_splits, max(num_k_tiles, 1))
     keep_p = seqlen_q * group <= MAX_ROWS_TO_KEEP if keep_p is None else keep_p
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,34 +108,38 @@ def launch_decode(
         "TOKENS": tokens,
         "GROUP": group,
         "HAS_BOUNDS": sequences.bounds is not None,
-        "RETURN_WORK": return_work,
         "IS_CHAINED": bool(chain),
+    }
+    walked = {
+        "num_k_tiles": num_k_tiles,
+        "window_left": left,
+        "window_right": right,
+        "tau": settings.tau,
+        "BLOCK_R": block_r,
+        "BLOCK_N": block_n,
+        "HAS_LEFT": left >= 0,
+        "HAS_RIGHT": right >= 0,
+        "num_warps": launch.num_warps,
     }
     values = {"V_HEAD_DIM": v_head_dim, "BLOCK_DV": padded_head_dim(v_head_dim)}
     scored: dict[str, Any] = {
+        **place,
+        **walked,
         "q_ptr": q,
         "k_ptr": k,
         "tables_ptr": block_table,
         **_strides("q", q, unit),
         **_strides("k", k, unit),
         "stride_tables": 0 if block_table is None else block_table.stride(0),
-        "num_k_tiles": num_k_tiles,
-        "window_left": left,
-        "window_right": right,
         "softmax_scale": settings.softmax_scale,
         "softcap_log2": settings.softcap * LOG2_E.value,
-        "tau": settings.tau,
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded_head_dim(head_dim),
-        "BLOCK_R": block_r,
-        "BLOCK_N": block_n,
         "PAGE": 0 if block_table is None else k.shape[1],
         "STRIDE_UNIT": unit,
-        "HAS_LEFT": left >= 0,
-        "HAS_RIGHT": right >= 0,
         "HAS_SOFTCAP": settings.softcap > 0,
         "DOT_PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "num_warps": launch.num_warps,
+        "RETURN_WORK": return_work,
         "num_stages": launch.num_stages,
     }
     attended = {
@@ -148,23 +153,27 @@ def launch_decode(
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         grid = (groups, num_splits)
         if form == "split":
-            attend_split_kernel[grid](**place, **scored, **attended)
+            attend_split_kernel[grid](**scored, **attended)
         else:
             first_pass = {
                 "maxima_ptr": empty(groups, num_k_tiles, rows),
                 "sums_ptr": empty(groups, num_k_tiles, rows),
-                "p_ptr": empty(groups, num_k_tiles, rows, block_n, dtype=v.dtype) if keep_p else None,
                 "split_max_ptr": empty(groups, num_splits, rows),
                 "split_sum_ptr": empty(groups, num_splits, rows),
-                "KEEP_P": keep_p,
             }
-            score_tiles_kernel[grid](**place, **scored, **first_pass)
-            attend_retained_kernel[grid](
-                **place, **scored, **first_pass, **attended, sinks_ptr=sinks, HAS_SINKS=sinks is not None, **chain
-            )
+            p = empty(groups, num_k_tiles, rows, block_n, dtype=v.dtype) if keep_p else None
+            score_tiles_kernel[grid](**scored, **first_pass, p_ptr=p, KEEP_P=keep_p)
+            weighed = {
+                **first_pass,
+                "kept_ptr": empty(groups, num_splits, rows),
+                "sinks_ptr": sinks,
+                "HAS_SINKS": sinks is not None,
+            }
+            weigh_retained_kernel[grid](**place, **walked, **weighed, **chain)
+            attend_retained_kernel[grid](**scored, **weighed, **attended, p_ptr=p, KEEP_P=keep_p, **chain)
         combine_kernel[(groups, rows)](
             acc, state, sinks, out, lse, certificate, total_q=seqlen_q, HAS_SINKS=sinks is not None, **place, **values,
-            num_warps=8, **chain,
+            RETURN_WORK=return_work, num_warps=8, **chain,
         )  # fmt: skip
     return out, lse, _by_head(tiles, sequences, num_q_tiles, group), certificate
 

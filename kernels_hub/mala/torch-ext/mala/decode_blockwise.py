@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .blockwise import BACKWARD_SLACK, limit_of, retained_tiles
+from .blockwise import BACKWARD_SLACK, FORWARD_SLACK, limit_of, retained_tiles
 from .query_tile import NEG_INF, Settings, finite, log_threshold
 from .visibility import Sequences, visible_range
 from .work import RETAINED, SKIPPED
@@ -97,9 +97,17 @@ def _two_pass(scores: Tensor, threshold: Tensor, sink: Optional[Tensor], block_n
         full = torch.logaddexp(full, sink)
     tile_max = _by_tile(scores, block_n, NEG_INF).amax(-1)  # (B, K, R, T)
     legal = tile_max != NEG_INF  # a NaN votes
-    limit = torch.minimum(limit_of(full, threshold, BACKWARD_SLACK), tile_max.amax(-1))
-    passes = ~(tile_max < limit[..., None]) & legal
-    return passes.any(2), legal.any(2)
+    largest = tile_max.amax(-1)
+
+    def reaching(mass: Tensor, slack: int) -> Tensor:
+        limit = torch.minimum(limit_of(mass, threshold, slack), largest)
+        return (~(tile_max < limit[..., None]) & legal).any(2)
+
+    tile_mass = _by_tile(scores, block_n, NEG_INF).logsumexp(-1)
+    kept = tile_mass.where(reaching(full, BACKWARD_SLACK)[:, :, None], NEG_INF).logsumexp(-1)
+    if sink is not None:
+        kept = torch.logaddexp(kept, sink)
+    return reaching(kept, FORWARD_SLACK), legal.any(2)
 
 
 def _split(scores: Tensor, threshold: Tensor, num_splits: int, block_n: int) -> tuple[Tensor, Tensor]:

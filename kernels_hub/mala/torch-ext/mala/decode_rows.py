@@ -86,7 +86,8 @@ def load_cached(x_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, start
     exists = keys < seqlen_k
     keys += k_begin
     if PAGE > 0:
-        page = tl.load(tables_ptr + batch * stride_tables + keys // PAGE, mask=exists, other=0).to(tl.int64)
+        page = tl.load(tables_ptr + batch * stride_tables + keys // PAGE, mask=exists, other=-1).to(tl.int64)
+        exists &= page >= 0
         rows = page * stride_b + (keys % PAGE).to(tl.int64) * stride_s
     else:
         rows = batch * stride_b + keys.to(tl.int64) * stride_s

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two-pass decode: every tile's scores and with them the full normalizer first, then the values of the tiles that matter.
 
-A tile is skipped if in each row its largest probability is below tau / L_q, *of full attention*, and not the row's largest. The
-splits have no say in it. The first pass leaves a tile's row maxima, row sums and, unless the normalizer so far excludes it already,
-its probabilities over exp2(row maximum); the second needs no keys, masks or scores. Where many rows would make these probabilities
-large (KEEP_P False), the second pass scores the retained tiles again.
+Which they are takes two looks: tiles that reach tau / L_q of the full normalizer are certainly retained, and a tile is skipped if in
+each row its largest contribution is below tau / L_q of *their* mass, and not the row's largest. The splits have no say in it.
+
+The first pass leaves a tile's row maxima, row sums and, unless the row's largest score alone excludes it, its probabilities over
+exp2(row maximum); the second needs no keys, masks or scores. Where many rows would make these probabilities large (KEEP_P False), the
+second pass scores the retained tiles again.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from .rule import BACKWARD_SLACK, FORWARD_SLACK, is_tile_retained, limit_of
 from .tile_steps import LOG2_E
 
 CHUNK = tl.constexpr(32)  # tiles that a walk looks at together
+PRUNING_SLACK = tl.constexpr(2.0**-16)  # more than the forward's: what it prunes no later test may want
 
 
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
@@ -71,9 +74,8 @@ def score_tiles_kernel(
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         row_sum = row_sum * tl.exp2(row_max - shift) + tile_sum * tl.exp2(tile_max - shift)
         row_max = new_max
-        # the full normalizer is no smaller: what falls below this limit will fall below that one
-        limit = limit_of(row_max + tl.log2(row_sum), threshold_log2, exists, FORWARD_SLACK)
-        candidate = is_tile_retained(tile_max, tl.where(exists, tl.minimum(limit, row_max), limit))
+        # the tile of a row's largest score is retained, so the retained mass is at least that one key's
+        candidate = is_tile_retained(tile_max, limit_of(row_max, threshold_log2, exists, PRUNING_SLACK))
         if RETURN_WORK:
             candidate = candidate | (tile >= 0)
         else:
@@ -116,9 +118,77 @@ def _full_normalizer(split_max_ptr, split_sum_ptr, sinks_ptr, group, kv_head, nu
     return full_max + tl.log2(full_sum), largest
 
 
+@triton.jit
+def _row_limits(normalizer_log2, largest, threshold_log2, exists, SLACK: tl.constexpr):
+    """What a tile must reach in some row: the row's limit, or its largest score."""
+    limit = limit_of(normalizer_log2, threshold_log2, exists, SLACK)
+    return tl.where(exists, tl.minimum(limit, largest), limit)
+
+
+@triton.jit
+def _reaching_tiles(maxima, limit):
+    """int32 (CHUNK,): 1 for tiles whose maxima (CHUNK, BLOCK_R) reach the limit of some row."""
+    return tl.max(((maxima != float("-inf")) & ~(maxima < limit[None, :])).to(tl.int32), 1)
+
+
+@triton.jit(do_not_specialize=RUNTIME_VALUES)
+def weigh_retained_kernel(
+    maxima_ptr, sums_ptr, split_max_ptr, split_sum_ptr, kept_ptr, sinks_ptr, bounds_ptr,
+    q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right, tau,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BOUNDS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SINKS: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One split: the mass of its tiles that reach tau / L_q of the full normalizer, over it; (num_groups, num_splits, rows)."""
+    group = tl.program_id(0)
+    q_tile, kv_head, _, q_begin, k_begin, seqlen_q, seqlen_k = decode_place(
+        group, num_q_tiles, num_kv_heads, bounds_ptr, q_begin, q_end, k_begin, k_end, HAS_BOUNDS
+    )
+    _, exists, _, _, threshold_log2, low, high = decode_rows(
+        q_tile, seqlen_q, seqlen_k, window_left, window_right, tau, TOKENS, GROUP, BLOCK_R, HAS_LEFT, HAS_RIGHT
+    )
+    begin, end = split_range(tl.program_id(1), num_splits, low, high, BLOCK_N)
+    if IS_CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    full_log2, largest = _full_normalizer(split_max_ptr, split_sum_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS, GROUP, BLOCK_R,
+                                          HAS_SINKS)  # fmt: skip
+    limit = _row_limits(full_log2, largest, threshold_log2, exists, BACKWARD_SLACK)
+    shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
+    rows = tl.arange(0, BLOCK_R)
+    is_row = rows < TOKENS * GROUP
+    of_group = tl.cast(group, tl.int64) * num_k_tiles * (TOKENS * GROUP)
+    kept = tl.zeros([BLOCK_R], tl.float32)
+    for start in range(begin, end, CHUNK):
+        tiles = start + tl.arange(0, CHUNK)
+        of_tiles = of_group + tiles[:, None] * (TOKENS * GROUP) + rows[None, :]
+        mask = (tiles < end)[:, None] & is_row[None, :]
+        maxima = tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf"))
+        reaching = _reaching_tiles(maxima, limit)
+        sums = tl.load(sums_ptr + of_tiles, mask=mask & (maxima != float("-inf")), other=0.0)
+        kept += tl.sum(tl.where(reaching[:, None] > 0, sums * tl.exp2(maxima - shift[None, :]), 0.0), 0)
+    tl.store(kept_ptr + (group * num_splits + tl.program_id(1)) * (TOKENS * GROUP) + rows, kept, mask=is_row)
+
+
+@triton.jit
+def _kept_normalizer(kept_ptr, sinks_ptr, full_log2, group, kv_head, num_splits, TOKENS: tl.constexpr, GROUP: tl.constexpr,
+                     BLOCK_R: tl.constexpr, HAS_SINKS: tl.constexpr):  # fmt: skip
+    """log2 of the mass that certainly is retained, the sink in it."""
+    rows = tl.arange(0, BLOCK_R)
+    is_row = rows < TOKENS * GROUP
+    kept = tl.zeros([BLOCK_R], tl.float32)
+    shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
+    if HAS_SINKS:
+        kept += tl.exp2(tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP).to(tl.float32) * LOG2_E - shift)
+    for start in range(0, num_splits, SPLITS_AT_ONCE):
+        splits = start + tl.arange(0, SPLITS_AT_ONCE)
+        offsets = (group * num_splits + splits)[:, None] * (TOKENS * GROUP) + rows[None, :]
+        kept += tl.sum(tl.load(kept_ptr + offsets, mask=(splits < num_splits)[:, None] & is_row[None, :], other=0.0), 0)
+    return shift + tl.log2(kept)
+
+
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def attend_retained_kernel(
-    q_ptr, k_ptr, v_ptr, maxima_ptr, sums_ptr, p_ptr, split_max_ptr, split_sum_ptr, sinks_ptr, acc_ptr, state_ptr, tiles_ptr,
+    q_ptr, k_ptr, v_ptr, maxima_ptr, sums_ptr, p_ptr, split_max_ptr, split_sum_ptr, kept_ptr, sinks_ptr, acc_ptr, state_ptr, tiles_ptr,
     bounds_ptr, tables_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_tables, q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
     softmax_scale, softcap_log2, tau,
@@ -141,8 +211,10 @@ def attend_retained_kernel(
         gdc_launch_dependents()
     full_log2, largest = _full_normalizer(split_max_ptr, split_sum_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS, GROUP, BLOCK_R,
                                  HAS_SINKS)  # fmt: skip
-    limit = limit_of(full_log2, threshold_log2, exists, BACKWARD_SLACK)
-    limit = tl.where(exists, tl.minimum(limit, largest), limit)
+    kept_log2 = _kept_normalizer(
+        kept_ptr, sinks_ptr, full_log2, group, kv_head, num_splits, TOKENS, GROUP, BLOCK_R, HAS_SINKS
+    )
+    limit = _row_limits(kept_log2, largest, threshold_log2, exists, FORWARD_SLACK)
     shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
     batch = sequence.to(tl.int64)
     rows = tl.arange(0, BLOCK_R)
@@ -159,10 +231,9 @@ def attend_retained_kernel(
         of_tiles = of_group + tiles[:, None] * (TOKENS * GROUP) + rows[None, :]
         mask = (tiles < end)[:, None] & is_row[None, :]
         maxima = tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf"))
-        reaches = (maxima != float("-inf")) & ~(maxima < limit[None, :])
-        retained = tl.max(reaches.to(tl.int32), 1)
+        retained = _reaching_tiles(maxima, limit)
         if RETURN_WORK:
-            sums = tl.load(sums_ptr + of_tiles, mask=mask, other=0.0)
+            sums = tl.load(sums_ptr + of_tiles, mask=mask & (maxima != float("-inf")), other=0.0)
             left_out = tl.where(retained[:, None] > 0, 0.0, sums * tl.exp2(maxima - shift[None, :]))
             omitted += tl.sum(left_out, 0)
             code = (1 + retained) * (tl.max(maxima, 1) > float("-inf")).to(tl.int32)

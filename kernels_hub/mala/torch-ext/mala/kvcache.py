@@ -57,7 +57,12 @@ def mala_attn_with_kvcache_func(
     """
     if (k is None) != (v is None):
         raise ValueError("k and v are written into the cache together: give both or neither")
-    new = k.shape[1] if isinstance(k, Tensor) and k.ndim == 4 else 0
+    for name, x in (("k", k), ("v", v)):
+        if x is not None and (not isinstance(x, Tensor) or x.ndim != 4):
+            raise ValueError(
+                f"{name} must be a tensor (batch, new, num_kv_heads, head_dim), got {getattr(x, 'shape', x)!r}"
+            )
+    new = 0 if k is None else k.shape[1]
     if block_table is not None:
         check_pages(q, k_cache, block_table, cache_seqlens, new)
     check_tensors(q, k_cache, v_cache, sinks, ndim=4, shares_batch=block_table is None)

@@ -10,10 +10,18 @@ from .checks import check_lengths
 
 
 def check_pages(q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor, new: int) -> None:
-    """Raise ``ValueError`` unless the table and the caches fit, with room for ``new`` tokens behind ``cache_seqlens``."""
-    if not isinstance(block_table, Tensor) or block_table.ndim != 2 or block_table.shape[0] != q.shape[0]:
-        got = tuple(block_table.shape) if isinstance(block_table, Tensor) else repr(block_table)
-        raise ValueError(f"block_table must be an integer tensor (batch = {q.shape[0]}, pages), got {got}")
+    """Raise ``ValueError`` unless the table and the caches fit, with room for ``new`` tokens behind ``cache_seqlens``.
+
+    The pages themselves are looked at where that waits for no device.
+    """
+    is_table = isinstance(block_table, Tensor) and block_table.dtype in (torch.int32, torch.int64)
+    if not is_table or block_table.ndim != 2 or block_table.shape[0] != q.shape[0]:
+        got = (
+            f"{block_table.dtype} {tuple(block_table.shape)}" if isinstance(block_table, Tensor) else repr(block_table)
+        )
+        raise ValueError(f"block_table must be an int32 or int64 tensor (batch = {q.shape[0]}, pages), got {got}")
+    if block_table.device != q.device:
+        raise ValueError(f"block_table must be on q's device {q.device}, got {block_table.device}")
     if k_cache.ndim != 4:
         raise ValueError(
             f"with a block_table the caches are (num_pages, page_size, num_kv_heads, head_dim), got {tuple(k_cache.shape)}"
@@ -21,6 +29,15 @@ def check_pages(q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: 
     room = block_table.shape[1] * k_cache.shape[1]
     readable = None if torch.compiler.is_compiling() else room - new
     check_lengths(q.shape[0], q.device, readable, cache_seqlens=cache_seqlens)
+    if cache_seqlens is None:
+        raise ValueError("a cache in pages needs cache_seqlens, the filled length of each sequence")
+    if block_table.device.type == "cpu" and not torch.compiler.is_compiling():
+        filled = torch.arange(block_table.shape[1]) * k_cache.shape[1] < (cache_seqlens + new)[:, None]
+        wrong = filled & ((block_table < 0) | (block_table >= len(k_cache)))
+        if wrong.any():
+            raise ValueError(
+                f"block_table names pages {block_table[wrong].tolist()[:3]} for filled keys; there are pages 0 to {len(k_cache) - 1}"
+            )
 
 
 def write_pages(k_cache, v_cache, k: Tensor, v: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:

@@ -3,7 +3,9 @@
 
 Two forms of the test "is the largest contribution of this tile below tau / L_q in each of its rows":
 
-- two_pass: of the full normalizer, all visible keys and the sink in it. Every skipped key has less than tau / L_q of full attention.
+- two_pass: of the mass of the tiles that pass the same test against the full normalizer (all visible keys, and the sink). So every
+  skipped key has less than tau / L_q of the retained mass, as in the rule, and of full attention, however the keys are split. The
+  full normalizer alone would not do: beside one key with half of the mass, every other key of an even rest has less than 1 / L_q.
   A row's largest key is always retained, so no row is ever empty.
 - split: of what the tile's own split of the keys has retained so far, later keys first; the splits are merged by their lse.
 
@@ -43,12 +45,16 @@ def two_pass_head(
     full = torch.logsumexp(scores, 1)  # (R,)
     if sink is not None:
         full = torch.logaddexp(full, sink.expand_as(full))
+    threshold = log_threshold(legal.sum(1), tau).to(q)  # (R,)
+    first = _reaching(scores, torch.minimum(full + threshold, scores.amax(1)), tile)  # bool (q_tiles, k_tiles)
+    kept = torch.logsumexp(scores.masked_fill(~_by_key(first, scores.shape, tile), -math.inf), 1)  # (R,)
+    if sink is not None:
+        kept = torch.logaddexp(kept, sink.expand_as(kept))
     # a row's largest key is always retained: tau above 1, or a large sink, would leave a row without any
-    limit = torch.minimum(full + log_threshold(legal.sum(1), tau).to(q), scores.amax(1))  # (R,)
+    limit = torch.minimum(kept + threshold, scores.amax(1))  # (R,)
     q_tiles, k_tiles = math.ceil(len(q) / block_m), math.ceil(len(k) / block_n)
     tiles = torch.full((q_tiles, k_tiles), NOT_VISIBLE, dtype=torch.int8)
     margin = torch.full((q_tiles, k_tiles), -math.inf, dtype=q.dtype)
-    kept = torch.zeros_like(legal)
     for q_tile in range(q_tiles):
         rows = slice(q_tile * block_m, (q_tile + 1) * block_m)
         for k_tile in range(k_tiles):
@@ -60,13 +66,26 @@ def two_pass_head(
             margin[q_tile, k_tile] = (tile_max - limit[rows])[constrains].amax()
             retained = not (tile_max < limit[rows])[constrains].all()
             tiles[q_tile, k_tile] = RETAINED if retained else SKIPPED
-            kept[rows, keys] = retained
+    kept = _by_key(tiles == RETAINED, scores.shape, tile)  # bool (R, N)
     lse = torch.logsumexp(scores.masked_fill(~kept, -math.inf), 1)  # (R,)
     if sink is not None:
         lse = torch.logaddexp(lse, sink.expand_as(lse))
     shift = torch.where(lse != -math.inf, lse, 0)
     p = torch.exp(scores - shift[:, None])  # (R, N)
     return HeadResult((p * kept) @ v, lse, tiles, (p * ~kept).sum(1), margin)
+
+
+def _reaching(scores: Tensor, limit: Tensor, tile: tuple[int, int]) -> Tensor:
+    """bool (q_tiles, k_tiles): some row of the tile has a key that reaches its limit (R,)."""
+    block_m, block_n = tile
+    reaches = (~(scores < limit[:, None])) & (scores != -math.inf)  # a NaN does
+    padded = torch.nn.functional.pad(reaches, (0, -scores.shape[1] % block_n, 0, -scores.shape[0] % block_m))
+    return padded.unflatten(1, (-1, block_n)).unflatten(0, (-1, block_m)).any(-1).any(1)
+
+
+def _by_key(tiles: Tensor, shape: torch.Size, tile: tuple[int, int]) -> Tensor:
+    """A map of tiles as one of (rows, keys)."""
+    return tiles.repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)[: shape[0], : shape[1]]
 
 
 def split_head(
