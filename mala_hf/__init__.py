@@ -2,7 +2,7 @@
 """MassAlloc Attention (MALA) for Hugging Face Transformers.
 
 Importing this package adds the attention implementations "mala" and "mala_reference" to Transformers, the operators behind them to
-``torch.ops.mala_hf``, and does nothing else.
+``torch.ops.mala_hf``, keeps "mala" in continuous batching (``continuous_batching``), and does nothing else.
 """
 
 from .config import MalaConfig

@@ -2,9 +2,9 @@
 """The mask function that Transformers asks once per forward and kind of layer.
 
 Causal and sliding-window patterns with at most padding or packing stay one row per sequence (or None), so that long contexts
-need no quadratic mask; everything else becomes the 4-D bool mask of SDPA. The invariant behind the short forms: causal, the last
-row sees the last of the first ``mask.shape[1]`` keys (all keys if None), and the layer applies its own window.
-See ``ops/hf_mask.py`` for the kinds.
+need no quadratic mask, and steps over a static cache get two numbers per sequence; everything else becomes the 4-D bool mask of SDPA.
+The invariant behind the short forms: causal, the last row sees the last of the first ``mask.shape[1]`` keys (all keys if None), and
+the layer applies its own window. See ``ops/hf_mask.py`` for the kinds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from .ops.hf_mask import PACKING_DTYPE, Padding, mark, read_packing, read_padding
+from .ops.hf_mask import PACKING_DTYPE, Padding, lengths_mask, mark, read_packing, read_padding
 from .sequence_parallel import check_mask_is_not_lost, place_and_size
 
+COMPUTES_WITH_MASK = re.compile(r"allow_is_causal_skip=False")
 PASSES_WINDOW = re.compile(r"attention_interface\((?:[^()]|\([^()]*\))*sliding_window=")
 
 
@@ -136,15 +137,8 @@ NOT_SHORT = False, None
 def _short_mask(request: _Request, mask_function: Callable) -> tuple[bool, Tensor | None]:
     """(True, mask of at most one row per sequence), or NOT_SHORT where one row does not suffice."""
     r = request
-    if is_tracing(r.attention_mask):  # values and closures cannot be read
-        is_square = r.q_length == r.kv_length and not isinstance(r.q_offset, Tensor)
-        if not is_square or not r.may_be_none or mask_function is not causal_mask_function:
-            return NOT_SHORT
-        if r.attention_mask is None:
-            return True, None
-        if torch.compiler.is_compiling() and r.attention_mask.shape[1] == r.kv_length:
-            return True, r.attention_mask  # the graph asserts that it has no holes
-        return NOT_SHORT
+    if is_tracing(r.attention_mask):
+        return _traced_mask(request) if mask_function is causal_mask_function else NOT_SHORT
     pattern = read_pattern(mask_function)
     if pattern is None:
         return NOT_SHORT
@@ -153,10 +147,51 @@ def _short_mask(request: _Request, mask_function: Callable) -> tuple[bool, Tenso
             return NOT_SHORT
         mask = (pattern.sequences % 2).to(PACKING_DTYPE)
         return True, mark(mask, read_packing, read_packing(mask))
-    if not r.may_be_none:
+    if r.may_be_none:
+        seen = int(r.q_offset) + r.q_length - r.kv_offset
+        return NOT_SHORT if _hides_window(pattern, seen, r.config_type) else _padding_mask(request, seen)
+    if r.q_length > 1 or _computes_with_mask(r.config_type) or _hides_window(pattern, r.kv_length, r.config_type):
         return NOT_SHORT
-    seen = int(r.q_offset) + r.q_length - r.kv_offset
-    return NOT_SHORT if _hides_window(pattern, seen, r.config_type) else _padding_mask(request, seen)
+    return _step_mask(request)
+
+
+def _traced_mask(request: _Request) -> tuple[bool, Tensor | None]:
+    """The mask of causal attention in a graph, where values and closures cannot be read."""
+    r = request
+    if not r.may_be_none and (
+        r.q_length > 1 or not torch.compiler.is_compiling() or _computes_with_mask(r.config_type)
+    ):
+        return NOT_SHORT
+    if r.attention_mask is None:
+        if isinstance(r.q_offset, Tensor):
+            return True, _without_padding(request)
+        return (True, None) if r.q_offset + r.q_length - r.kv_offset == r.kv_length else NOT_SHORT
+    is_square = r.q_length == r.kv_length and not isinstance(r.q_offset, Tensor)
+    if is_square and r.may_be_none and torch.compiler.is_compiling() and r.attention_mask.shape[1] == r.kv_length:
+        return True, r.attention_mask  # the graph asserts that it has no holes
+    return NOT_SHORT
+
+
+def _step_mask(request: _Request) -> tuple[bool, Tensor | None]:
+    """The lengths mask of one new token for each sequence."""
+    r = request
+    if r.attention_mask is None:
+        return True, _without_padding(request)
+    seen = int(r.q_offset) + 1 - r.kv_offset
+    mask = r.attention_mask[:, r.kv_offset : r.kv_offset + seen]
+    padding = read_padding(mask) if mask.shape[1] == seen else None
+    if padding is None:
+        return NOT_SHORT
+    is_token = padding.seqused_k == seen  # else the new one is padding, which sees nothing
+    return True, lengths_mask(padding.leftpad_k * is_token, padding.seqused_k * is_token)
+
+
+def _without_padding(request: _Request) -> Tensor:
+    """The lengths mask of sequences that own all keys so far."""
+    r = request
+    seen = torch.as_tensor(r.q_offset, device=r.device) + r.q_length - r.kv_offset
+    end = seen.expand(r.batch_size)
+    return lengths_mask(torch.zeros_like(end), end)
 
 
 def _hides_window(pattern: Pattern, num_keys: int, config_type: Any) -> bool:
@@ -201,6 +236,17 @@ def _own_attention(config_type: Any) -> str | None:
     if any(cls._can_set_attn_implementation() for cls in classes):
         return None
     return classes[0].__name__ if classes else None
+
+
+@torch._dynamo.assume_constant_result
+def _computes_with_mask(config_type: Any) -> bool:
+    """Whether this config's models compute with the mask themselves, and need a row for each query."""
+    return _source_asks_for_rows(config_type)
+
+
+@cache
+def _source_asks_for_rows(config_type: Any) -> bool:
+    return any(COMPUTES_WITH_MASK.search(_source(cls) or "") for cls in _model_classes(config_type))
 
 
 @cache

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that Transformers learns: "mala", and "mala_reference" for the executable definition of the rule."""
+"""The names that Transformers learns: "mala", "mala_reference" for the executable definition of the rule, and that of pages."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .continuous_batching import PAGED_NAME, keep_mala, mala_paged_attention_forward
 from .hub import adapter_of
 from .masks import mala_mask
 from .ops.hf_heads import sharers
@@ -25,9 +26,14 @@ def mala_reference_attention_forward(module, query, key, value, attention_mask=N
 
 
 def register() -> None:
-    """Add both names to Transformers' attention and mask interfaces; doing it twice changes nothing."""
+    """Add the names to Transformers' attention and mask interfaces, and keep "mala" in continuous batching.
+
+    Doing it twice changes nothing.
+    """
     for name, forward in ((NAME, mala_attention_forward), (REFERENCE_NAME, mala_reference_attention_forward)):
         AttentionInterface.register(name, forward)
         AttentionMaskInterface.register(name, mala_mask)
+    AttentionInterface.register(PAGED_NAME, mala_paged_attention_forward)
+    keep_mala(REFERENCE_NAME)
     if place_and_size not in sharers:
         sharers.append(place_and_size)

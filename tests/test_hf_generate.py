@@ -132,20 +132,6 @@ def test_decoding_goes_on_after_right_padding_that_becomes_a_hole(family, cache_
     assert_close(decoded("mala"), decoded("eager"), **NOISE)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_compilable_decoding_step_gets_a_mask_of_fixed_shape(family, cache, monkeypatch):
-    """Growing masks would recompile each step of a static cache; growing is right for the dynamic one."""
-    shapes = set()
-    from mala_hf import masks
-
-    real = masks.sdpa_mask
-    monkeypatch.setattr(masks, "sdpa_mask", lambda **arguments: shapes.add((out := real(**arguments)).shape) or out)
-    generated(tiny(family), "mala", tokens(2, PROMPT), padding(PROMPT, *BLOCKS["left"]), cache_implementation=cache)
-    steps = {shape for shape in shapes if shape[2] == 1}
-    assert len(steps) == (0 if cache == "dynamic" else 1 if family == "llama" else 2)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_left_padded_prompt_generates_what_it_generates_alone_where_tiles_are_skipped(family):
     model, ids = tiny(family, peaked=4), tokens(2, PROMPT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``import mala_hf`` does to a process: two names in two interfaces, and nothing else."""
+"""What ``import mala_hf`` does to a process: names in two interfaces, one wrapped function, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ def in_fresh_python(code: str) -> str:
     return result.stdout
 
 
-def test_importing_adds_two_names_and_changes_nothing_else_of_transformers():
+def test_importing_adds_names_wraps_one_function_and_changes_nothing_else_of_transformers():
     out = in_fresh_python("""
         import sys, torch, transformers
         from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM, PreTrainedModel, masking_utils
+        from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
         from transformers.integrations import sdpa_attention
         from transformers.utils import import_utils
 
         def state():
             modules = {name: vars(module) for name, module in sys.modules.items() if name.split(".")[0] in ("transformers", "torch")}
             state = {(name, key): id(value) for name, names in modules.items() for key, value in dict(names).items()}
-            for cls in (AttentionInterface, AttentionMaskInterface, PreTrainedModel, LlamaForCausalLM):
+            for cls in (AttentionInterface, AttentionMaskInterface, PreTrainedModel, LlamaForCausalLM, ContinuousBatchingManager):
                 state |= {(cls.__name__, key): id(value) for key, value in vars(cls).items()}
             for cls in (AttentionInterface, AttentionMaskInterface):
                 state |= {("mapping of " + cls.__name__, key): id(value) for key, value in cls._global_mapping.items()}
@@ -57,8 +58,10 @@ def test_importing_adds_two_names_and_changes_nothing_else_of_transformers():
         for kind in ("AttentionInterface", "AttentionMaskInterface")
         for name in ("mala", "mala_reference")
     )
+    mappings.insert(1, ("mapping of AttentionInterface", "mala_paged"))
+    wrapped = ("ContinuousBatchingManager", "switch_to_cb_friendly_attn")
     namespace_of_our_operators = ("torch.ops", "mala_hf")
-    assert out.strip() == f"[] {[*mappings, namespace_of_our_operators]}"
+    assert out.strip() == f"{[wrapped]} {[*mappings, namespace_of_our_operators]}"
 
 
 def test_importing_needs_neither_triton_nor_cuda():
@@ -85,10 +88,3 @@ def test_a_model_loads_with_the_name_and_runs_that_implementation(name, tmp_path
         model(tokens(1, 9))
     assert report.layers[0].impls == {"blockwise" if name == "mala" else "reference"}
     assert report.layers[0].tau == 1
-
-
-def test_continuous_batching_is_refused_by_transformers_itself():
-    model = tiny("llama")
-    model.set_attn_implementation("mala")
-    with pytest.raises((ValueError, KeyError), match="mala"):
-        model.generate_batch([[3, 4, 5]], max_new_tokens=2, progress_bar=False)

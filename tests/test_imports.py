@@ -64,13 +64,14 @@ LAYERS = {
     "paged": {"checks"},
     "interface": {*PLAIN, "attend", "call_options", "checks", "decode_choice"},
     "kvcache": {*PLAIN, "attend", "call_options", "checks", "decode_choice", "paged"},
-    "flash_attn_interface": {"checks", "interface", "kvcache"},
+    "packed_steps": {"interface", "kvcache"},
+    "flash_attn_interface": {"checks", "interface", "kvcache", "packed_steps"},
     "hf_mask": set(),
     "hf_dense": {"hf_mask", "visibility"},
     "hf_settings": set(),
     "hf_heads": {"hf_settings", "work"},
     "hf_visible": {"hf_dense", "hf_mask"},
-    "hf": {"hf_dense", "hf_heads", "hf_mask", "hf_settings", "hf_visible", "interface", "work"},
+    "hf": {"hf_dense", "hf_heads", "hf_mask", "hf_settings", "hf_visible", "interface", "packed_steps", "work"},
     "__init__": {"flash_attn_interface", "interface", "kvcache", "support_reuse", "work"},
 }
 

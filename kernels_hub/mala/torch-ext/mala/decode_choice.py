@@ -65,7 +65,9 @@ def decode_form(
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(f"num_splits must be a whole number, 0 to let the kernel choose, got {num_splits!r}")
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    group = q.shape[-2] // k.shape[-2]
+    if decode == "auto" and (needs_grad or sequences.max_seqlen_q >= sequences.max_seqlen_k):
+        return "single"  # before anything else of a length is asked: a compiler would keep a graph for each answer
+    group = max(q.shape[-2] // k.shape[-2], 1)
     uncovered = {
         f"{sequences.max_seqlen_q} queries (at most {MAX_TOKENS})": sequences.max_seqlen_q > MAX_TOKENS,
         f"{group} query heads to a KV head (at most {MAX_DECODE_ROWS})": group > MAX_DECODE_ROWS,
@@ -77,7 +79,7 @@ def decode_form(
     }
     found = [name for name, is_there in uncovered.items() if is_there]
     if decode == "auto":
-        return "single" if found or sequences.max_seqlen_q >= sequences.max_seqlen_k else "two_pass"
+        return "single" if found else "two_pass"
     if decode != "single" and found:
         raise ValueError(f"decode={decode!r} does not cover {', '.join(found)}: use decode='auto'")
     return decode
@@ -85,7 +87,7 @@ def decode_form(
 
 def decode_settings(settings: Settings, q: Tensor, v: Tensor, num_kv_heads: int, chosen_tile: bool) -> Settings:
     """``settings`` with the tile of a decode, (tokens, BLOCK_N): the one that was asked for, cut to what fits, or the shipped one."""
-    tokens = max(1, min(q.shape[1], MAX_DECODE_ROWS // (q.shape[2] // num_kv_heads)))
+    tokens = max(1, min(q.shape[1], MAX_DECODE_ROWS // max(q.shape[2] // num_kv_heads, 1)))
     block_n = decode_launch(q.shape[-1], v.shape[-1], q.dtype).block_n
     if chosen_tile:
         tokens, block_n = min(settings.tile[0], tokens), settings.tile[1]

@@ -14,8 +14,9 @@ from typing import Optional
 from torch import Tensor
 
 from .checks import check_numbers
-from .interface import mala_attn_func, mala_attn_varlen_func
+from .interface import mala_attn_func
 from .kvcache import mala_attn_with_kvcache_func
+from .packed_steps import attend_packed
 
 TAU_VARIABLE = "MALA_TAU"
 
@@ -108,6 +109,8 @@ def flash_attn_varlen_func(
 ) -> Tensor:
     """:func:`mala_attn_varlen_func` with FlashAttention's names: packed sequences, causal ones aligned at their ends.
 
+    Where every sequence has one row, max_seqlen_q is 1 and max_seqlen_k is given, they are computed as a decode.
+
     Args:
         q: (total_q, num_heads, head_dim); k, v (total_k, num_kv_heads, head_dim or v_head_dim).
         cu_seqlens_q, cu_seqlens_k: int32 (num_sequences + 1,) boundaries.
@@ -123,7 +126,7 @@ def flash_attn_varlen_func(
             raise ValueError(f"flash_attn_varlen_func reads no cache, got {name}: use flash_attn_with_kvcache")
     longest_q, longest_k = (int(x) if isinstance(x, Tensor) else x for x in (max_seqlen_q, max_seqlen_k))
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, s_aux, deterministic, tau)
-    return mala_attn_varlen_func(
+    return attend_packed(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options
     )  # fmt: skip
 

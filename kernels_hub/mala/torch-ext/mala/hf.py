@@ -21,11 +21,12 @@ from .hf_heads import HeadGroup, HeadWork, head_groups, head_share, put_together
 from .hf_mask import Visible
 from .hf_settings import DENSE, LayerSettings, layer_settings
 from .hf_visible import narrowed, visible_pairs
-from .interface import mala_attn_func, mala_attn_varlen_func
+from .interface import mala_attn_func
+from .packed_steps import attend_packed
 from .work import Work
 
 # what the package mala_hf and a build of these kernels say to one another: kinds of masks, settings, what recorders are called with
-ADAPTER_VERSION = 2
+ADAPTER_VERSION = 3
 
 # keyword arguments that change what attention means, and that MALA does not have
 REFUSED = {
@@ -33,6 +34,7 @@ REFUSED = {
     "indices": "keys selected by an indexer",
     "block_indices": "key blocks selected by an indexer",
     "sinks": "attention sinks that differ from token to token",
+    "read_index": "a part of a model on the cache of continuous batching",
 }
 
 # each is called with (module, list of HeadWork) after a layer's attention
@@ -84,9 +86,9 @@ def _attend(
     q, k, v = (_last_dim_contiguous(x).transpose(1, 2) for x in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible = visible_pairs(attention_mask, q.shape[0], q.shape[1], k.shape[1], causal, sliding_window, kwargs)
-    if visible.padding is not None and visible.padding.is_full:  # a cache longer than its content
+    if visible.padding is not None:  # a cache may be longer than its content
         k, v = k[:, : visible.padding.width], v[:, : visible.padding.width]
-        visible = Visible(visible.window)
+        visible = Visible(visible.window) if visible.padding.is_full else visible
     listeners = tuple(recorders)
     if listeners and torch.compiler.is_compiling():
         raise ValueError(
@@ -147,10 +149,10 @@ def _tell(listeners: tuple[Callable, ...], module, works: list[HeadWork]) -> Non
 def _mala(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: dict):
     if visible.packing is not None:
         of_q, of_k = visible.packing
-        result = mala_attn_varlen_func(
+        result = attend_packed(
             q[0], k[0], v[0],
             cu_seqlens_q=of_q.cu_seqlens, cu_seqlens_k=of_k.cu_seqlens, max_seqlen_q=of_q.max_seqlen, max_seqlen_k=of_k.max_seqlen,
-            window=visible.window, **options,
+            causal=False, window=visible.window, **options,
         )  # fmt: skip
         return (result[0][None], result[1]) if options["return_work"] else result[None]
     if visible.padding is not None:
@@ -158,6 +160,8 @@ def _mala(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: dict):
         options.update(
             leftpad_k=padding.leftpad_k, seqused_k=padding.seqused_k, seqused_q=padding.seqused_q(q.shape[1])
         )
+    if visible.lengths is not None:
+        options.update(leftpad_k=visible.lengths[:, 0], seqused_k=visible.lengths[:, 1])
     return mala_attn_func(q, k, v, mask=visible.mask, window=visible.window, **options)
 
 

@@ -18,7 +18,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scaling: 
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     left, right = visible.window
-    unmasked = visible.mask is None and visible.padding is None and visible.packing is None
+    unmasked = all(x is None for x in (visible.mask, visible.padding, visible.lengths, visible.packing))
     unmasked = unmasked and (left < 0 or left >= seqlen_k - 1)  # nothing is hidden on the left
     if unmasked and (right < 0 or (right == 0 and seqlen_q == 1)):
         mask, is_causal = None, False
@@ -27,6 +27,12 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scaling: 
     else:
         mask, is_causal = legal_pairs(visible, seqlen_q, seqlen_k, q.device), False
     groups = query.shape[1] // key.shape[1]
+    if (
+        groups > 1 and seqlen_q == 1 and mask is not None and (mask.ndim < 4 or mask.shape[1] == 1)
+    ):  # a step copies no keys
+        rows = query[:, :, 0].unflatten(1, (-1, groups))  # the heads of a group are the rows of one
+        out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+        return out.flatten(1, 2)[:, None]
     # with a mask, torch has fast kernels only for equal head counts
     shares_heads = groups > 1 and mask is None
     if groups > 1 and not shares_heads:
@@ -48,6 +54,10 @@ def legal_pairs(visible: Visible, seqlen_q: int, seqlen_k: int, device: torch.de
         position = position + (lengths_k - lengths_q)[sequence_of_row]
         legal = _in_window(position[:, None], key_position, visible.window)
         return legal & (sequence_of_row[:, None] == sequence_of_key)
+    if visible.lengths is not None:
+        begin, end = (x[:, None, None] for x in visible.lengths.unbind(1))
+        legal = _in_window(end - seqlen_q + row[:, None], key, visible.window)
+        return (legal & (key >= begin) & (key < end))[:, None]
     width = seqlen_k if visible.padding is None else visible.padding.width
     position = row + width - seqlen_q
     low, high = visible_range(position, width, visible.window)

@@ -122,9 +122,11 @@ def head_share(module, num_heads: int) -> tuple[Optional[int], int]:
 
 
 def _taken(x: Tensor, indices: Optional[tuple[int, ...]], dim: int) -> Tensor:
-    """``x`` at these places of ``dim``: a view where they are one run."""
+    """``x`` at these places of ``dim``: a view where they are equally far apart."""
     if indices is None or indices == tuple(range(x.shape[dim])):
         return x
-    if indices == tuple(range(indices[0], indices[0] + len(indices))):
-        return x.narrow(dim, indices[0], len(indices))
+    step = indices[1] - indices[0] if len(indices) > 1 else 1
+    places = range(indices[0], indices[-1] + 1, step) if step > 0 else range(0)
+    if indices == tuple(places):
+        return x[(slice(None),) * dim + (slice(places.start, places.stop, step),)]
     return x.index_select(dim, torch.tensor(indices, device=x.device))

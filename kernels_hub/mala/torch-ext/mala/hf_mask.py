@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an attention mask from Transformers says about rows and keys.
 
-Four kinds reach an attention function here:
+Five kinds reach an attention function here:
 
 - bool (batch, W), the padding mask: causal attention over the first W keys, of which each sequence owns one contiguous block;
 - int8 (1, seqlen), the packing mask: 0 and 1 by turns, one sequence of a packed batch after the other, causal inside each;
+- int32 (batch, 1, 1, 2), the lengths mask: sequence b owns keys begin <= j < end, causal, and the last row is its token end - 1. Its
+  shape says nothing about lengths, so that steps over a static cache share one graph;
 - bool (batch or 1, heads or 1, seqlen_q, seqlen_k): True where attention is allowed, and nothing else applies on top;
 - the same in floating point, if it says no more than a bool one can: 0 where allowed, hugely negative elsewhere.
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 PACKING_DTYPE = torch.int8
+LENGTHS_DTYPE = torch.int32
 HOLES = "a 2-D attention mask must give each sequence one contiguous block of tokens: pass a 4-D mask for holes"
 PASS_LENGTHS = (
     "a compiled model cannot count the sequences of a packed batch: pass cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k "
@@ -54,11 +57,15 @@ class Packing:
 
 @dataclass(frozen=True)
 class Visible:
-    """Which pairs are legal: ``window`` (left, right) and at most one of mask, padding, packing (queries, keys)."""
+    """Which pairs are legal: ``window`` (left, right) and at most one of mask, padding, lengths, packing (queries, keys).
+
+    ``lengths``: int32 (batch, 2), the keys that each sequence owns, from the first to before the last; its last row is aligned there.
+    """
 
     window: tuple[int, int]
     mask: Optional[Tensor] = None
     padding: Optional[Padding] = None
+    lengths: Optional[Tensor] = None
     packing: Optional[tuple[Packing, Packing]] = None
 
 
@@ -82,6 +89,11 @@ def read_padding(mask: Tensor) -> Optional[Padding]:
         return Padding(first, end, width, is_full=False)
     is_full, is_contiguous = torch.stack([count == width, end - first == count]).all(1).tolist()
     return Padding(first, end, width, is_full) if is_contiguous else None
+
+
+def lengths_mask(begin: Tensor, end: Tensor) -> Tensor:
+    """The lengths mask of ``begin`` and ``end``, integers (batch,)."""
+    return torch.stack([begin, end], 1)[:, None, None].to(LENGTHS_DTYPE)
 
 
 def read_packing(mask: Tensor) -> Packing:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .hf_dense import legal_pairs
 from .hf_mask import (
     HOLES,
+    LENGTHS_DTYPE,
     PACKING_DTYPE,
     PASS_LENGTHS,
     Packing,
@@ -54,6 +55,12 @@ def visible_pairs(
                 f"causal attention of {seqlen_q} rows over {seqlen_k} keys has no meaning without an attention mask"
             )
         return Visible(window)
+    if mask.ndim == 4 and mask.dtype == LENGTHS_DTYPE:
+        if not causal or mask.shape != (batch, 1, 1, 2):
+            raise ValueError(
+                f"a 4-D attention mask of {mask.dtype} gives the lengths (batch, 1, 1, 2) of causal attention, got {tuple(mask.shape)}"
+            )
+        return Visible(window, lengths=mask[:, 0, 0])
     if mask.ndim == 4:
         mask = (mask if mask.dtype == torch.bool else remembered(mask, read_allowed))[..., :seqlen_k]
         if packing is not None:  # a square mask need not know of the packing
