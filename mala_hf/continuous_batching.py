@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from .hub import adapter_of
 from .sequence_parallel import NAME
 
-PAGED_NAME = "mala_paged"  # with no mask function: lengths say all
+PAGED_NAME = "paged_mala"  # with no mask function: lengths say all
 RENAMED = {"max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k"}  # up to Transformers 5.18
 
 

@@ -13,7 +13,7 @@ from tiny_model import save_tiny_checkpoint
 from mala_hf.cli import build_parser, main
 from mala_hf.info import info
 
-COMMANDS = ("demo", "work", "ppl", "ruler", "convert", "bench", "info")
+COMMANDS = ("demo", "work", "ppl", "ruler", "generate", "convert", "bench", "info")
 
 
 @pytest.fixture(scope="module")

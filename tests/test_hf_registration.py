@@ -58,7 +58,7 @@ def test_importing_adds_names_wraps_one_function_and_changes_nothing_else_of_tra
         for kind in ("AttentionInterface", "AttentionMaskInterface")
         for name in ("mala", "mala_reference")
     )
-    mappings.insert(1, ("mapping of AttentionInterface", "mala_paged"))
+    mappings.insert(2, ("mapping of AttentionInterface", "paged_mala"))
     wrapped = ("ContinuousBatchingManager", "switch_to_cb_friendly_attn")
     namespace_of_our_operators = ("torch.ops", "mala_hf")
     assert out.strip() == f"{[wrapped]} {[*mappings, namespace_of_our_operators]}"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import bench, convert, demo, info, lm_eval, ppl, ruler, work
+from . import bench, convert, demo, generate, info, lm_eval, ppl, ruler, work
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +33,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mala-hf", description="MassAlloc Attention for Hugging Face Transformers.")
     parser.add_argument("--version", action="version", version=f"mala-hf {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, work, ppl, ruler, convert, bench, lm_eval, info):
+    for command in (demo, work, ppl, ruler, generate, convert, bench, lm_eval, info):
         command.add(commands)
     return parser
