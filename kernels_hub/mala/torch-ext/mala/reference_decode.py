@@ -66,7 +66,7 @@ def two_pass_head(
             margin[q_tile, k_tile] = (tile_max - limit[rows])[constrains].amax()
             retained = not (tile_max < limit[rows])[constrains].all()
             tiles[q_tile, k_tile] = RETAINED if retained else SKIPPED
-    kept = _by_key(tiles == RETAINED, scores.shape, tile)  # bool (R, N)
+    kept = _by_key(tiles == RETAINED, scores.shape, tile).to(scores.device)  # bool (R, N)
     lse = torch.logsumexp(scores.masked_fill(~kept, -math.inf), 1)  # (R,)
     if sink is not None:
         lse = torch.logaddexp(lse, sink.expand_as(lse))
