@@ -208,7 +208,11 @@ def _kernels_of(launch: Launch) -> list[tuple[object, str]]:
     if launch.phase.startswith("decode in"):
         from mala import decode
 
-        passes = ["score_tiles", "weigh_retained", "attend_retained"] if launch.phase == "decode in two passes" else ["attend_split"]
+        passes = (
+            ["score_tiles", "weigh_retained", "attend_retained"]
+            if launch.phase == "decode in two passes"
+            else ["attend_split"]
+        )
         return [(decode, f"{name}_kernel") for name in (*passes, "combine")]
     if launch.phase == "discover":
         from mala import discover

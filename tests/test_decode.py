@@ -201,6 +201,16 @@ def test_tables_of_pages_are_checked_before_anything_is_written(table, said):
     assert not cache.any()
 
 
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_context_without_keys_gives_zeros(form, impl, device):
+    call = build(DECODE.with_(seqlen_q=2, seqlen_k=0, causal=False, sinks="learned"), device=device)
+    out, lse, work = call.run(impl, decode=form, return_lse=True, return_work=True)
+    assert not out.any()
+    assert torch.equal(lse, call.options["sinks"][None, :, None].expand_as(lse))
+    assert work.tiles.shape[-1] == 0
+
+
 def test_probabilities_kept_between_the_passes_or_formed_again_give_the_same(device):
     from mala_hf.ops.decode import launch_decode
     from mala_hf.ops.query_tile import Settings

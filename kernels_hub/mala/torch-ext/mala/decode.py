@@ -80,7 +80,7 @@ def launch_decode(
         out.zero_()
         lse[:] = -math.inf if sinks is None else sinks.float()[:, None]
     if not groups or not out.numel():
-        return out, lse, _by_head(tiles, sequences, num_q_tiles, group), certificate
+        return out, lse, _by_head(tiles, sequences, num_kv_heads, num_q_tiles, group), certificate
     if num_splits == 0:
         programs = launch.programs_per_sm * multiprocessors(q.device)
         # rounded down: a few programs beyond what runs at once would take as long as all the others
@@ -175,14 +175,16 @@ def launch_decode(
             acc, state, sinks, out, lse, certificate, total_q=seqlen_q, HAS_SINKS=sinks is not None, **place, **values,
             RETURN_WORK=return_work, num_warps=8, **chain,
         )  # fmt: skip
-    return out, lse, _by_head(tiles, sequences, num_q_tiles, group), certificate
+    return out, lse, _by_head(tiles, sequences, num_kv_heads, num_q_tiles, group), certificate
 
 
-def _by_head(tiles: Optional[Tensor], sequences: Sequences, num_q_tiles: int, group: int) -> Optional[Tensor]:
+def _by_head(
+    tiles: Optional[Tensor], sequences: Sequences, num_kv_heads: int, num_q_tiles: int, group: int
+) -> Optional[Tensor]:
     """(num_groups, k_tiles) as (num_sequences, num_heads, q_tiles, k_tiles): the heads of a group share their tiles."""
     if tiles is None:
         return None
-    return tiles.view(sequences.num_sequences, -1, num_q_tiles, tiles.shape[-1]).repeat_interleave(group, 1)
+    return tiles.view(sequences.num_sequences, num_kv_heads, num_q_tiles, tiles.shape[-1]).repeat_interleave(group, 1)
 
 
 def _strides(name: str, x: Tensor, unit: int) -> dict[str, int]:
