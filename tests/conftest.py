@@ -53,3 +53,16 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint ``tiny``, a text on which it attends sparsely, and a module cache of its own."""
+    from tiny_model import save_tiny_checkpoint
+
+    folder = tmp_path_factory.mktemp("place")
+    checkpoint = save_tiny_checkpoint(folder / "tiny", positions=4096)
+    (checkpoint / "README.md").write_text("---\nlicense: mit\n---\n\n# Tiny\n\nA card.\n", "utf-8")
+    text = "".join(chr(97 + 7 * n % 26) * 24 for n in range(240))
+    (folder / "text.txt").write_text(text, "utf-8")
+    return folder

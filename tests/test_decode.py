@@ -164,17 +164,13 @@ def test_an_even_rest_beside_one_large_key_is_not_dropped(impl, where, splits, d
 @pytest.mark.parametrize("form", [*FORMS, "single"])
 def test_sinks_and_tables_are_read_by_index_whatever_their_strides(form, device):
     call = build(DECODE.with_(seqlen_q=2), device=device)
+    how = {"decode": form, "num_splits": 0 if form == "single" else 2}
     sinks = (3 * torch.randn(8, generator=torch.Generator().manual_seed(2))).to(device)
-    expected = call.run("triton", decode=form, num_splits=2, sinks=sinks[::2].contiguous())
-    assert torch.equal(call.run("triton", decode=form, num_splits=2, sinks=sinks[::2]), expected)
+    expected = call.run("triton", **how, sinks=sinks[::2].contiguous())
+    assert torch.equal(call.run("triton", **how, sinks=sinks[::2]), expected)
     pages = torch.randn(16, 16, 2, 64, generator=torch.Generator().manual_seed(3)).to(device)
     table = torch.tensor([[3, 1, 7, 9], [2, 5, 8, -1]], dtype=torch.int32, device=device)
-    options = {
-        "cache_seqlens": torch.tensor([60, 40], device=device),
-        "impl": "triton",
-        "decode": form,
-        "num_splits": 2,
-    }
+    options = {"cache_seqlens": torch.tensor([60, 40], device=device), "impl": "triton", **how}
     q = call.q[:1].expand(2, -1, -1, -1)
     outs = [
         mala_attn_with_kvcache_func(q, pages, pages, block_table=x, **options)
@@ -276,6 +272,7 @@ REFUSED = {
     "no such form": ({"decode": "both"}, "'two_pass' or 'split', got 'both'"),
     "splits": ({"num_splits": -1}, "num_splits must be a whole number"),
     "half a split": ({"num_splits": 1.5}, "num_splits must be a whole number"),
+    "splits of a single pass": ({"decode": "single", "num_splits": 2}, "'single' has no splits"),
     "many queries": ({"decode": "split", "seqlen_q": 65}, "65 queries"),
     "a mask": ({"decode": "two_pass", "mask": torch.ones(1, 1, 1, 90, dtype=torch.bool)}, "a mask"),
     "a gradient": ({"decode": "two_pass", "grad": True}, "gradients"),

@@ -64,6 +64,8 @@ def decode_form(
         raise ValueError(f"decode must be 'auto', 'single', 'two_pass' or 'split', got {decode!r}")
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(f"num_splits must be a whole number, 0 to let the kernel choose, got {num_splits!r}")
+    if decode == "single" and num_splits:
+        raise ValueError(f"decode='single' has no splits, got num_splits={num_splits}: leave it at 0")
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     if decode == "auto" and (needs_grad or sequences.max_seqlen_q >= sequences.max_seqlen_k):
         return "single"  # before anything else of a length is asked: a compiler would keep a graph for each answer
