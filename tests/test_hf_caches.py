@@ -282,8 +282,11 @@ def test_a_quantized_cache_gives_what_it_gives_sdpa(backend, padded, calls):
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_an_offloaded_cache_generates_the_tokens_of_eager(family, cache):
     model, ids = tiny(family).cuda(), tokens(2, PROMPT).cuda()
+    try:
+        expected, expected_scores = generate(model, ids, "eager", cache_implementation=cache)
+    except ValueError as error:
+        pytest.skip(f"eager attention cannot either: {error}")
     got, scores = generate(model, ids, mala={"tau": 0}, cache_implementation=cache)
-    expected, expected_scores = generate(model, ids, "eager")
     assert got.tolist() == expected.tolist()
     assert_close(scores, expected_scores, atol=2e-3, rtol=1e-3)
 

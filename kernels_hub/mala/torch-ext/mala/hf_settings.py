@@ -35,7 +35,7 @@ class HeadSettings:
 class LayerSettings:
     """Of one layer: ``common`` of all its query heads, but for those that ``heads`` names."""
 
-    common: HeadSettings = HeadSettings()
+    common: HeadSettings
     heads: tuple[tuple[Key, HeadSettings], ...] = ()
     tile: Optional[tuple[int, int]] = None
     save_support: Optional[bool] = None
@@ -50,7 +50,7 @@ def layer_settings(module) -> LayerSettings:
     """
     mala = getattr(getattr(module, "config", None), "mala", None)
     if mala is None:
-        return LayerSettings()
+        return LayerSettings(HeadSettings())
     try:
         return _read(mala, getattr(module, "layer_idx", None), getattr(module.config, "num_hidden_layers", None))
     except ValueError as error:
@@ -86,7 +86,7 @@ def read_layer(setting, default: HeadSettings, key) -> tuple[HeadSettings, tuple
 
 
 def read_heads(
-    setting, name: str, default: HeadSettings = HeadSettings(), allowed: tuple[str, ...] = HEAD_SETTINGS
+    setting, name: str, default: HeadSettings, allowed: tuple[str, ...] = HEAD_SETTINGS
 ) -> HeadSettings:
     """One setting, a tau, "sdpa", or a dict of those ``allowed``. ``name`` says in errors whose it is."""
     values = setting if isinstance(setting, dict) else {"tau": setting}
