@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver for sanitizers launches each kernel there is, and a log without a verdict is not read as a good one."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from project import KERNELS, ROOT
+
+sys.path.append(str(ROOT / "scripts"))
+
+import run_every_kernel
+import sanitize
+
+from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER
+
+# on the CPU each kernel once; the GPU runs all calls
+ONE_OF_EACH = ("forward and backward", "INT8 discovery", "decode, two passes", "decode, split")
+HOPPERS = {"mala_forward_hopper_kernel", "discover_hopper_kernel"}
+FINDING = """========= Invalid __global__ read of size 2 bytes
+=========     at mala_forward_kernel+0x1f0 in forward_kernel.py:71
+=========     by thread (0,0,0) in block (3,0,0)
+========= ERROR SUMMARY: 1 error
+"""
+
+
+def kernels() -> set[str]:
+    """Names of all jitted functions that are launched; the others are called from them."""
+    found = set()
+    for path in KERNELS.glob("*.py"):
+        functions = (x for x in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(x, ast.FunctionDef))
+        found |= {x.name for x in functions if any("jit" in ast.unparse(mark) for mark in x.decorator_list)}
+    return {name for name in found if name.endswith("_kernel")}
+
+
+def test_each_kernel_is_launched_by_the_driver(device):
+    names = list(run_every_kernel.CALLS) if device == "cuda" else list(ONE_OF_EACH)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    launched = set(run_every_kernel.run_calls(names, device, dtype))
+    has_hoppers = HAS_GLUON_FOR_HOPPER and device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    expected = kernels() if has_hoppers else kernels() - HOPPERS
+    assert len(kernels()) >= 15
+    assert launched == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "expected"),
+    [
+        (0, "========= ERROR SUMMARY: 0 errors\n", {"ok": True, "errors": 0, "kernels": []}),
+        (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", {"ok": True, "errors": 0}),
+        (0, "========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n", {"ok": False, "errors": 3}),
+        (86, FINDING, {"ok": False, "errors": 1, "kernels": ["mala_forward_kernel"]}),
+        (0, "", {"ok": False, "errors": None}),
+        (1, "========= ERROR SUMMARY: 0 errors\nRuntimeError: forward: a result is not finite", {"ok": False}),
+        (
+            0,
+            "========= Error: Device not supported\n========= ERROR SUMMARY: 0 errors\n",
+            {"ok": False, "errors": None},
+        ),
+    ],
+    ids=["clean", "no race", "races", "a finding", "nothing printed", "the driver failed", "the device is not covered"],
+)
+def test_a_log_is_good_only_if_the_tool_watched_and_found_nothing(code, log, expected):
+    found = sanitize.verdict(code, log)
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_without_a_sanitizer_the_script_says_so(tmp_path):
+    environment = {**os.environ, "PATH": str(tmp_path), "CUDA_HOME": str(tmp_path), "CUDA_PATH": str(tmp_path)}
+    environment.pop("COMPUTE_SANITIZER", None)
+    if os.path.exists("/usr/local/cuda/bin/compute-sanitizer"):
+        pytest.skip("the CUDA toolkit is where it is looked for")
+    command = [sys.executable, ROOT / "scripts" / "sanitize.py", tmp_path / "found.json", "--logs", tmp_path / "logs"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no compute-sanitizer here" in done.stderr
+    assert not (tmp_path / "found.json").exists()
