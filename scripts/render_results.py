@@ -17,6 +17,7 @@ from decode_table import decode
 from evaluation_figures import evaluation_figures
 from performance_figures import performance_figures
 from stored_results import ROOT, results, table
+from tensor_parallel_tables import tensor_parallel, tensor_parallel_step
 from training_figure import differences, training_svg
 
 PAGES = (
@@ -25,6 +26,7 @@ PAGES = (
     "docs/training.md",
     "docs/evaluation.md",
     "docs/kernel_hub.md",
+    "docs/scaling.md",
     "kernels_hub/mala/CARD.md",
 )
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -209,6 +211,8 @@ TABLES = {
     "steps": steps,
     "gradients": gradients,
     "decode": decode,
+    "tensor_parallel": tensor_parallel,
+    "tensor_parallel_step": tensor_parallel_step,
     "blockwise": blockwise,
     "training": training,
     "perplexity": evaluation_tables.perplexity,

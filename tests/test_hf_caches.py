@@ -282,11 +282,12 @@ def test_a_quantized_cache_gives_what_it_gives_sdpa(backend, padded, calls):
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_an_offloaded_cache_generates_the_tokens_of_eager(family, cache):
     model, ids = tiny(family).cuda(), tokens(2, PROMPT).cuda()
+    options = {"cache_implementation": cache, "disable_compile": True}  # Transformers 5.17 crashes while it compiles this
     try:
-        expected, expected_scores = generate(model, ids, "eager", cache_implementation=cache)
+        expected, expected_scores = generate(model, ids, "eager", **options)
     except ValueError as error:
         pytest.skip(f"eager attention cannot either: {error}")
-    got, scores = generate(model, ids, mala={"tau": 0}, cache_implementation=cache)
+    got, scores = generate(model, ids, mala={"tau": 0}, **options)
     assert got.tolist() == expected.tolist()
     assert_close(scores, expected_scores, atol=2e-3, rtol=1e-3)
 
