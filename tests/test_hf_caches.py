@@ -282,7 +282,10 @@ def test_a_quantized_cache_gives_what_it_gives_sdpa(backend, padded, calls):
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_an_offloaded_cache_generates_the_tokens_of_eager(family, cache):
     model, ids = tiny(family).cuda(), tokens(2, PROMPT).cuda()
-    options = {"cache_implementation": cache, "disable_compile": True}  # Transformers 5.17 crashes while it compiles this
+    options = {
+        "cache_implementation": cache,
+        "disable_compile": True,
+    }  # Transformers 5.17 crashes while it compiles this
     try:
         expected, expected_scores = generate(model, ids, "eager", **options)
     except ValueError as error:
