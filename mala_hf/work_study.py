@@ -112,8 +112,11 @@ class _Recorder:
 
 
 @contextmanager
-def _recorded(recorder: _Recorder) -> Iterator[None]:
-    """Every "mala" layer of this process goes through the recorder; what was registered is always put back."""
+def attention_calls(answer: Callable[[Any, LayerCall], Tensor]) -> Iterator[None]:
+    """Every "mala" layer of this process asks ``answer(module, call)`` for its output; what was registered is always put back.
+
+    Inside, layers that are not plain causal attention of one sequence on itself raise ``ValueError``.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attend(
@@ -137,7 +140,7 @@ def _recorded(recorder: _Recorder) -> Iterator[None]:
             softmax_scale=query.shape[-1] ** -0.5 if scale is None else scale,
             window=kwargs.get("sliding_window"), softcap=kwargs.get("softcap") or 0.0, sinks=kwargs.get("s_aux"),
         )  # fmt: skip
-        return recorder.attend(module, call), None
+        return answer(module, call), None
 
     ALL_ATTENTION_FUNCTIONS["mala"] = attend
     try:
@@ -172,7 +175,7 @@ def study_work(
     recorder = _Recorder((0.0, *dict.fromkeys(float(tau) for tau in taus)), audit, gradients, (layer, head))
     ids = input_ids.to(model.device)
     keep = {} if gradients else {"logits_to_keep": 1}
-    with torch.set_grad_enabled(gradients), mala_attention(model, tau=0.0), _recorded(recorder):
+    with torch.set_grad_enabled(gradients), mala_attention(model, tau=0.0), attention_calls(recorder.attend):
         logits = model(input_ids=ids, use_cache=False, **keep).logits[0]
     if not recorder.study.runs[0]:
         raise ValueError(
