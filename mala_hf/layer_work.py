@@ -89,18 +89,18 @@ def _p95_by_head(values: Tensor) -> list[float]:
     return [percentile_95(row) for row in values]
 
 
-def gradient_errors(call: LayerCall, taus: Sequence[float], do: Tensor) -> list[dict[str, list[float]]]:
+def gradient_errors(call: LayerCall, taus: Sequence[float], do: Tensor, **options: Any) -> list[dict[str, list[float]]]:
     """Return for each tau the relative L2 distances of dq (by query head), dk and dv (by key-value head) from full attention's.
 
     do (1, L, H, E) is the gradient of the loss by the layer's attention output. Full attention's gradients are float32; at tau 0
-    the distances are the rounding of the model's dtype.
+    the distances are the rounding of the model's dtype. ``options`` are those of ``LayerCall.mala``.
     """
     truth = full_gradients(call, do)
     rows = []
     for tau in taus:
         with torch.enable_grad():
             leaves = call.leaves()
-            found = torch.autograd.grad(leaves.mala(tau), (leaves.q, leaves.k, leaves.v), do)
+            found = torch.autograd.grad(leaves.mala(tau, **options), (leaves.q, leaves.k, leaves.v), do)
         errors = (_relative_by_head(x, y) for x, y in zip(found, truth, strict=True))
         rows.append({f"{name}_error": error for name, error in zip(GRADIENTS, errors, strict=True)})
     return rows

@@ -49,8 +49,9 @@ def observe(model: Any, ids: Tensor, observer: Observer, layers: Collection[int]
 def full(call: LayerCall) -> Tensor:
     """torch's attention on a call, (1, L, H, E)."""
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.softmax_scale, enable_gqa=True)
-    return out.transpose(1, 2)
+    # repeated by hand: in float32 torch shares heads only in the form that holds all probabilities
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.softmax_scale).transpose(1, 2)
 
 
 def run_rule(model: Any, ids: Tensor, rule: Rule, tile: tuple[int, int]) -> tuple[Tensor, Figures]:
@@ -69,5 +70,5 @@ def run_rule(model: Any, ids: Tensor, rule: Rule, tile: tuple[int, int]) -> tupl
             parts.append(found.out.transpose(1, 2).flatten(0, 1))  # (rows, H, E)
         return torch.cat(parts)[None].to(call.v.dtype)
 
-    with mala_attention(model, tau=0.0), attention_calls(answer):
+    with torch.inference_mode(), mala_attention(model, tau=0.0), attention_calls(answer):
         return window_logits(model, ids), figures
