@@ -28,7 +28,7 @@ class Launch:
     target: str
     head_dim: int
     dtype: str = "bfloat16"
-    phase: str = "prefill"  # or "decode", "decode in two passes", "decode in splits", "backward", "backward with support", "discover"
+    phase: str = "prefill"  # or "decode", "decode in two passes", "decode in splits", "backward", "backward with support", "discover", "look"
     use_tma: bool = False
     use_hopper: bool = False
     v_head_dim: int = -1  # -1: head_dim
@@ -138,7 +138,7 @@ def _found(kernel) -> Finding:
 
 def _run(launch: Launch) -> None:
     import torch
-    from mala import backward, decode, discover, forward
+    from mala import backward, decode, discover, discover_probe, forward
     from mala.blockwise import Settings
     from mala.support_bits import empty_support
     from mala.tile_config import decode_launch, tile_config
@@ -181,6 +181,9 @@ def _run(launch: Launch) -> None:
                     q, k, v, settings, sequences, sinks, form, return_work=launch.features, block_table=table
                 )
                 continue
+            if launch.phase == "look":
+                discover_probe.sampled_counts(q, k, settings, sequences)
+                continue
             if launch.phase == "discover":
                 discover.launch_discover(q, k, settings, sequences, use_hopper=launch.use_hopper)
                 continue
@@ -214,6 +217,10 @@ def _kernels_of(launch: Launch) -> list[tuple[object, str]]:
             else ["attend_split"]
         )
         return [(decode, f"{name}_kernel") for name in (*passes, "combine")]
+    if launch.phase == "look":
+        from mala import discover_probe
+
+        return [(discover_probe, "sample_scores_kernel"), (discover_probe, "count_retained_kernel")]
     if launch.phase == "discover":
         from mala import discover
 

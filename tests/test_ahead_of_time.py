@@ -54,7 +54,7 @@ VARIANTS = [
 
 DISCOVERY = {
     **{
-        target: [Launch(target, head_dim, phase="discover") for head_dim in (64, 128, 256)]
+        target: [Launch(target, head_dim, phase=phase) for head_dim in (64, 128, 256) for phase in ("discover", "look")]
         for target in SHARED_LIMIT_BYTES
     },
     "cuda:90 hopper": [Launch("cuda:90", head_dim, phase="discover", use_hopper=True) for head_dim in (64, 128, 256)],
@@ -71,7 +71,7 @@ DECODE = {
 }  # fmt: skip
 # the backward's support, delta, dq, and dk with dv; discovery's keys, rows and pass; a decode's passes and its sum
 NUM_KERNELS = {
-    "backward": 4, "backward with support": 4, "discover": 3, "decode in two passes": 4, "decode in splits": 2,
+    "backward": 4, "backward with support": 4, "discover": 3, "look": 2, "decode in two passes": 4, "decode in splits": 2,
 }  # fmt: skip
 # the backward's shapes, with every feature over a saved support and without any over the state alone
 BACKWARD = {

@@ -188,15 +188,15 @@ def test_other_implementations_and_words_are_refused(device):
     call = build(Case(), torch.float16, device)
     with pytest.raises(ValueError, match="does not cover impl='blockwise'"):
         call.run("blockwise", discovery="int8")
-    with pytest.raises(ValueError, match="must be 'auto', 'fused' or 'int8'"):
+    with pytest.raises(ValueError, match="must be 'auto', 'fused', 'int8' or 'dense'"):
         call.run("triton", discovery="fp8")
 
 
 def _chosen(call: Call, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What "auto" runs, were this a Hopper GPU and these sequences long."""
-    for name, value in (("HEAD_DIM", 64), ("MIN_SEQLEN", 700), ("MAX_FRACTION", 0.95)):
+    for name, value in (("INT8_HEAD_DIM", 64), ("MIN_LOOK", 300), ("MAX_INT8_FRACTION", 0.9)):
         monkeypatch.setattr(discover_choice, name, value)
-    monkeypatch.setattr(discover_choice, "nvidia_major", lambda device: 9)
+    monkeypatch.setattr(discover_choice, "is_measured", lambda device: True)
     ran = []
     launch = forward_module.launch_discover
     monkeypatch.setattr(forward_module, "launch_discover", lambda *args: ran.append("int8") or launch(*args))
@@ -208,10 +208,10 @@ def _chosen(call: Call, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (Case(seqlen_q=768, tile=(64, 64)), ["int8"]),
-        (Case(family="flat", seqlen_q=768, tile=(64, 64)), ["fused"]),
+        (Case(seqlen_q=320, num_heads=1, num_kv_heads=1, tile=(16, 16)), ["int8"]),
+        (Case(family="flat", seqlen_q=320, num_heads=1, num_kv_heads=1, tile=(16, 16)), ["fused"]),
         (Case(seqlen_q=280, tile=(64, 64)), ["fused"]),
-        (Case(seqlen_q=20, seqlen_k=768), ["fused"]),
+        (Case(seqlen_q=20, seqlen_k=320), ["fused"]),
         (Case(seqlen_q=320, softcap=20.0, tile=(64, 64)), ["fused"]),
         (Case(seqlen_q=320, tau=0.0, tile=(64, 64)), ["fused"]),
     ],
@@ -232,8 +232,9 @@ def test_auto_takes_int8_for_long_peaked_inputs_only_and_never_waits_in_a_graph(
         Call(Case(), inputs.q, inputs.k, inputs.v, {"causal": True, "tile": None, "decode": "single"})
     )
     q, k, v, numbers, sequences = arguments[:5]
-    assert discover_choice.choose_discovery(q, k, v, numbers, sequences) == "int8"
-    assert discover_choice.choose_discovery(torch.randn_like(q), k, v, numbers, sequences) == "fused"
+    may_be = ("fused", "int8")
+    assert [one.way for one in discover_choice.choose(q, k, numbers, sequences, may_be)] == ["int8"]
+    assert [one.way for one in discover_choice.choose(torch.randn_like(q), k, numbers, sequences, may_be)] == ["fused"]
     graph = torch.cuda.CUDAGraph()
     expected = mala_attn_func(q, k, v, causal=True)
     with torch.cuda.graph(graph):

@@ -3,25 +3,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import torch
 from torch import Tensor
 
 from . import operators
+from .dense import dense_attention_in_graph, dense_attention_with_lse, dense_backend, dense_tiles
+from .discover_choice import choose
 from .query_tile import Settings
 from .support_bits import support_shape
-from .support_reuse import record_support, records_support, replayed_support
+from .support_reuse import is_reusing_support, record_support, records_support, replayed_support
 from .visibility import Sequences
-from .work import Work
+from .work import Choice, Work
 
 MIN_RATIO_TO_OUT = 8  # bytes of out over those of a support that is saved without being asked for
 
 
 @dataclass(frozen=True)
 class Call:
-    """All of a call but its tensors."""
+    """All of a call but its tensors. ``may_be``: the ways among which it is to be chosen; none where ``discovery`` is one."""
 
     settings: Settings
     sequences: Sequences
@@ -29,6 +31,7 @@ class Call:
     return_work: bool
     save_support: Optional[bool]
     discovery: str
+    may_be: tuple[str, ...] = ()
     form: str = "single"
     num_splits: int = 0
 
@@ -41,11 +44,78 @@ def attend(
     mask: Optional[Tensor],
     call: Call,
     block_table: Optional[Tensor] = None,
-) -> tuple[Tensor, Tensor, Optional[Work]]:
+) -> tuple[Tensor, Optional[Tensor], Optional[Work]]:
     """out, lse, and the work if it is asked for; tensors as :func:`blockwise.forward` takes them.
 
     With a ``block_table`` (batch, pages), which only a decode on a GPU takes, k and v are (pages, page_size, num_kv_heads, ...).
+    lse is None where a compiled graph calls torch's dense attention, which ``may_be`` then has to allow.
     """
+    choices, backend = _choices(q, k, v, call)
+    if len(choices) == 1:
+        return _attend_as(choices[0], backend, q, k, v, sinks, mask, call, block_table)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    works = []
+    for choice in choices:
+        of_keys = torch.tensor(choice.kv_heads, device=q.device)
+        groups = q.shape[2] // k.shape[2]
+        of_queries = (of_keys[:, None] * groups + torch.arange(groups, device=q.device)).flatten()
+        own = q.index_select(2, of_queries), k.index_select(2, of_keys), v.index_select(2, of_keys)
+        own_sinks = None if sinks is None else sinks.index_select(0, of_queries)
+        part, part_lse, work = _attend_as(choice, backend, *own, own_sinks, None, call, None)
+        out.index_copy_(2, of_queries, part)
+        assert part_lse is not None  # no compiler looks at scores
+        lse.index_copy_(1, of_queries, part_lse)
+        if work is not None:
+            works.append((of_queries, work))
+    return out, lse, _together(works, q.shape[2]) if call.return_work else None
+
+
+def _choices(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[list[Choice], Optional[str]]:
+    """The ways that the call takes, and the dense kernel that is at hand for it."""
+    if call.form != "single":
+        return [Choice("fused", "a decode has one way")], None
+    if call.discovery == "dense":
+        backend = dense_backend(q, k, v, call.settings)
+        if backend is None:
+            raise ValueError(
+                "discovery='dense': torch's cuDNN and FlashAttention kernels refuse this call or are switched off"
+            )
+        return [Choice("dense", f"asked for; {backend}")], backend
+    may_be = call.may_be or (("fused", "int8") if call.discovery == "auto" else ())
+    if not may_be:
+        return [_as_it_runs(Choice(call.discovery, "asked for, or all that covers the call"), call)], None
+    is_compiling, backend = torch.compiler.is_compiling(), None
+    if len(may_be) > 1 and not is_compiling and operators.needs_operator([q, k, v]):
+        return [Choice("fused", "a transform or a dispatch mode has to see MALA's own operator")], None
+    if "dense" in may_be and not is_compiling:
+        backend = None if is_reusing_support() else dense_backend(q, k, v, call.settings)
+        may_be = may_be if backend else tuple(way for way in may_be if way != "dense")
+    choices = choose(q, k, call.settings, call.sequences, may_be)
+    return [_as_it_runs(choice, call) for choice in choices], backend
+
+
+def _as_it_runs(choice: Choice, call: Call) -> Choice:
+    if choice.way == "int8" and call.return_work:
+        return replace(
+            choice, way="fused", reason=f"{choice.reason}; a call that returns its work scores every tile exactly"
+        )
+    return choice
+
+
+def _attend_as(
+    choice: Choice,
+    backend: Optional[str],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    mask: Optional[Tensor],
+    call: Call,
+    block_table: Optional[Tensor],
+) -> tuple[Tensor, Optional[Tensor], Optional[Work]]:
+    if choice.way == "dense":
+        return _attend_dense(choice, backend, q, k, v, call)
     settings, sequences = call.settings, call.sequences
     sinks = None if sinks is None else sinks.contiguous()  # the kernels read it, and a table of pages, by index
     block_table = None if block_table is None else block_table.to(torch.int32).contiguous()
@@ -59,7 +129,7 @@ def attend(
         raise ValueError("the reference scores every tile again and saves no support: leave save_support at None")
     out, lse, tiles, certificate, found = operators.run_forward(
         q, k, v, sinks, mask, sequences.bounds, known, sequences.max_seqlen_q, sequences.max_seqlen_k, sequences.is_packed,
-        settings.tau, settings.softmax_scale, *settings.window, settings.softcap, *settings.tile, call.impl, call.discovery,
+        settings.tau, settings.softmax_scale, *settings.window, settings.softcap, *settings.tile, call.impl, choice.way,
         call.form, call.num_splits, block_table, call.return_work, saves,
     )  # fmt: skip
     if records:
@@ -69,8 +139,43 @@ def attend(
     certificate = certificate[0] if sequences.is_packed else certificate
     saved_bytes = (found if known is None else known).nbytes
     rows = _rows_of_tiles(call, q_tiles, q.device)
-    work = Work(tiles, certificate, rows, settings.tile, call.impl, saved_bytes, call.form)
+    work = Work(tiles, certificate, rows, settings.tile, call.impl, saved_bytes, call.form, (choice,))
     return out, lse, work
+
+
+def _attend_dense(
+    choice: Choice, backend: Optional[str], q: Tensor, k: Tensor, v: Tensor, call: Call
+) -> tuple[Tensor, Optional[Tensor], Optional[Work]]:
+    settings, sequences, num_heads = call.settings, call.sequences, q.shape[2]
+    if backend is None:
+        out, lse = dense_attention_in_graph(q, k, v, settings), None
+    else:
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = dense_attention_with_lse(q, k, v, settings, backend)
+    if not call.return_work:
+        return out, lse, None
+    tiles = dense_tiles(settings, sequences, num_heads, q.device)
+    nothing = torch.zeros(q.shape[0], num_heads, q.shape[1], device=q.device)
+    rows = _rows_of_tiles(call, tiles.shape[2], q.device)
+    return out, lse, Work(tiles, nothing, rows, settings.tile, "sdpa", choices=(choice,))
+
+
+def _together(works: list[tuple[Tensor, Work]], num_heads: int) -> Work:
+    """The work of all heads, from that of some each: (their query heads, their work)."""
+    heads = torch.cat([of_queries for of_queries, _ in works]).argsort()
+    parts = [work for _, work in works]
+    tiles, certificate = (
+        torch.cat([getattr(part, name) for part in parts], 1).index_select(1, heads)
+        for name in ("tiles", "certificate")
+    )
+    return replace(
+        parts[0],
+        tiles=tiles,
+        certificate=certificate,
+        impl=", ".join(sorted({part.impl for part in parts}, reverse=True)),
+        support_bytes=sum(part.support_bytes for part in parts),
+        choices=tuple(choice for part in parts for choice in part.choices),
+    )
 
 
 def _saves_support(call: Call, q, k, v, sinks, shape: tuple[int, int, int, int]) -> bool:

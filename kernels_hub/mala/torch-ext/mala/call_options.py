@@ -14,6 +14,8 @@ from .query_tile import Settings
 from .tile_config import tile_config
 from .visibility import Sequences
 
+DISCOVERIES = ("auto", "fused", "int8", "dense")
+
 
 def settings_of(q, v, tau, causal, softmax_scale, window, softcap, tile, seqlen_q, seqlen_k) -> Settings:
     """The numbers of a call, checked; a ``tile`` of None is the shipped one."""
@@ -48,10 +50,20 @@ def check_call_flags(causal, save_support, deterministic, return_lse, return_wor
         check_flags(save_support=save_support)
 
 
-def discovery_of(discovery: str, impl: str, q: Tensor, settings: Settings, sequences: Sequences, mask) -> str:
-    """ "fused", "int8", or "auto" where the kernel is to choose; ``ValueError`` for INT8 discovery that does not cover the call."""
-    if discovery not in ("auto", "fused", "int8"):
-        raise ValueError(f"discovery must be 'auto', 'fused' or 'int8', got {discovery!r}")
+def discovery_of(
+    discovery: str, impl: str, q: Tensor, settings: Settings, sequences: Sequences, mask, may_be_dense: bool = False
+) -> str:
+    """The way that was asked for, or "auto" where INT8 discovery could be chosen and "fused" where it could not.
+
+    Raises:
+        ValueError: for INT8 discovery that does not cover the call, and for "dense" where it ``may_be_dense`` is False.
+    """
+    if discovery not in DISCOVERIES:
+        raise ValueError(f"discovery must be 'auto', 'fused', 'int8' or 'dense', got {discovery!r}")
+    if discovery == "dense":
+        if not may_be_dense:
+            raise ValueError("discovery='dense' does not cover packed sequences and caches: use discovery='auto'")
+        return discovery
     uncovered = {
         f"impl={impl!r}": impl != "triton",
         f"{q.dtype} inputs": q.dtype not in (torch.float16, torch.bfloat16),
@@ -64,6 +76,45 @@ def discovery_of(discovery: str, impl: str, q: Tensor, settings: Settings, seque
     if discovery == "int8" and found:
         raise ValueError(f"discovery='int8' does not cover {', '.join(found)}: use discovery='auto'")
     return "fused" if found else discovery
+
+
+def hands_over(q: Tensor) -> bool:
+    """Whether "auto" may hand a call on this tensor's device to a dense kernel: it was measured on GPUs."""
+    return q.is_cuda
+
+
+def check_dense(uncovered: list[str], impl: str, save_support: Optional[bool], deterministic: bool) -> None:
+    """Raise ``ValueError`` where discovery="dense" was asked for and cannot be; ``uncovered`` as torch's kernels say."""
+    found = [
+        *uncovered,
+        *([f"impl={impl!r}"] if impl != "auto" else []),
+        *(["save_support=True"] if save_support else []),
+        *(["deterministic=True"] if deterministic else []),
+    ]
+    if found:
+        raise ValueError(f"discovery='dense' does not cover {', '.join(found)}: use discovery='auto'")
+
+
+def may_be_dense(
+    uncovered: list[str],
+    impl: str,
+    q: Tensor,
+    tile,
+    save_support: Optional[bool],
+    deterministic: bool,
+    return_lse: bool,
+) -> bool:
+    """Whether "auto" may choose torch's dense kernels: only where nothing was asked for that they do not give.
+
+    impl and tile are those that were asked for. A compiled graph calls torch's public function, which returns no lse; an exported one
+    is to hold for all lengths.
+    """
+    if torch.compiler.is_compiling() and (return_lse or getattr(torch.compiler, "is_exporting", bool)()):
+        return False
+    is_repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
+    return (
+        hands_over(q) and impl == "auto" and tile is None and not save_support and not is_repeatable and not uncovered
+    )
 
 
 def implementation_of(impl: str, q: Tensor) -> str:

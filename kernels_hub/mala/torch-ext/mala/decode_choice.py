@@ -77,7 +77,7 @@ def decode_form(
         "a mask": mask is not None,
         "gradients": needs_grad,
         "support that is kept for a recomputation": is_reusing_support(),
-        "discovery='int8'": discovery == "int8",
+        f"discovery={discovery!r}": discovery in ("int8", "dense"),
     }
     found = [name for name, is_there in uncovered.items() if is_there]
     if decode == "auto":

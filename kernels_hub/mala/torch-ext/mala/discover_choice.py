@@ -1,55 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether discovery in INT8 pays for a call: a few query rows are scored first. Either way the result is the same, bit for bit."""
+"""Which way a call takes where it may choose: the fused kernel, discovery in INT8, or torch's dense kernels; and why.
+
+All satisfy the rule. "fused" and "int8" give the same bits; "dense" retains every tile, so its bits are those of full attention.
+Lengths decide first. A long call is looked at (``discover_probe.py``), which waits for the device once; where that is impossible,
+under a compiler and in a CUDA graph, lengths decide alone. Nothing is remembered: the same call is always made the same way.
+"""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .decode import launch_decode
 from .query_tile import Settings
-from .tile_config import MAX_DECODE_ROWS, decode_launch
-from .tma import nvidia_major
-from .visibility import Sequences, fixed_sequences
-from .work import NOT_VISIBLE, RETAINED
+from .visibility import Sequences
+from .work import Choice
 
-# measured on an H200 with head_dim 128 (docs/performance.md); elsewhere nothing is known, so nothing is tried
-MIN_SEQLEN = 16384
-HEAD_DIM = 128
-MAX_FRACTION = 0.05  # of the tiles, retained: beyond, walking the candidates costs more than INT8 scores save
+# measured on an H200 (docs/performance.md); elsewhere nothing is known, so only lengths are looked at
+SHORT = 2048  # keys; below, nothing that can be skipped pays for looking at it
+MIN_LOOK = 16384  # queries and keys; below, the look takes longer than it could save
+INT8_HEAD_DIM = 128
+MAX_INT8_FRACTION = 0.05  # of the tiles, retained: beyond, walking the candidates costs more than INT8 scores save
+MAX_FUSED_FRACTION = 0.6  # beyond, a dense kernel is faster
+MIN_SPLIT = 32768  # queries and keys; below, taking heads apart costs more than it saves
 
 
-def choose_discovery(q: Tensor, k: Tensor, v: Tensor, settings: Settings, sequences: Sequences) -> str:
-    """ "int8" or "fused". Waits for the device, so a call that is captured in a CUDA graph is always "fused"."""
-    q_begin, q_end, _, seqlen_k = sequences.common
-    shortest = min(q_end - q_begin, seqlen_k)
-    if nvidia_major(q.device) != 9 or q.shape[-1] != HEAD_DIM or shortest < MIN_SEQLEN:
-        return "fused"
+def is_measured(device: torch.device) -> bool:
+    """A Hopper GPU."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def choose(q: Tensor, k: Tensor, settings: Settings, sequences: Sequences, may_be: tuple[str, ...]) -> list[Choice]:
+    """The way of each KV head, of those in ``may_be`` ("fused" always is). Waits for the device where it looks at scores."""
+    if "dense" in may_be and settings.tau == 0:
+        return [Choice("dense", "tau = 0 retains every tile")]
+    if "dense" in may_be and sequences.max_seqlen_k < SHORT:
+        return [Choice("dense", f"fewer than {SHORT:,} keys, where no tile that is skipped pays for the test")]
+    if may_be == ("fused",):
+        return [Choice("fused", "nothing else covers the call")]
+    if torch.compiler.is_compiling():
+        return [Choice("fused", "a compiled graph cannot look at scores before it chooses")]
+    shortest = min(sequences.max_seqlen_q, sequences.max_seqlen_k)
+    if shortest < MIN_LOOK:
+        return [
+            Choice("fused", f"{SHORT:,} keys or more, fewer than {MIN_LOOK:,}, where a look costs more than it saves")
+        ]
+    if not is_measured(q.device):
+        return [Choice("fused", "nothing else was measured on this device")]
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return "fused"
-    middle = (q_begin + q_end) // 2
-    retained, visible = (
-        sum(counts) for counts in zip(*(_probe(q, k, v, settings, sequences, end) for end in (middle, q_end)))
-    )
-    return "int8" if int(retained) <= MAX_FRACTION * int(visible) else "fused"
+        return [Choice("fused", "a CUDA graph cannot look at scores before it chooses")]
+    if q.shape[-1] != INT8_HEAD_DIM:
+        may_be = tuple(way for way in may_be if way != "int8")
+        if may_be == ("fused",):
+            return [Choice("fused", f"INT8 discovery was measured at head_dim {INT8_HEAD_DIM} only")]
+    from .discover_probe import sampled_counts  # triton is needed only here
+
+    return choose_by_counts(sampled_counts(q, k, settings, sequences).tolist(), shortest, may_be)
 
 
-def _probe(
-    q: Tensor, k: Tensor, v: Tensor, settings: Settings, sequences: Sequences, end: int
-) -> tuple[Tensor, Tensor]:
-    """Retained and visible tiles of the last rows before ``end``, all heads, against the full normalizer."""
-    group = q.shape[2] // k.shape[2]
-    tokens = max(1, MAX_DECODE_ROWS // group)
-    seqlen_k = k.shape[1]
-    if settings.window[1] >= 0:  # the rows' own last key is the last one
-        seqlen_k -= sequences.common[1] - end
-    rows, keys, values = q[:, end - tokens : end], k[:, :seqlen_k], v[:, :seqlen_k]
-    tile = tokens, decode_launch(q.shape[-1], v.shape[-1], q.dtype).block_n
-    seen = fixed_sequences(q.shape[0], tokens, seqlen_k, settings.window[1])
-    tiles = launch_decode(
-        rows, keys, values, replace(settings, tile=tile), seen, None, "two_pass", return_work=True
-    )[2]  # fmt: skip
-    assert tiles is not None
-    return (tiles == RETAINED).sum(), (tiles != NOT_VISIBLE).sum()
+def choose_by_counts(counts: list[list[int]], shortest: int, may_be: tuple[str, ...]) -> list[Choice]:
+    """The ways of KV heads whose samples retained and saw so many tiles: (retained, visible) of each."""
+    heads = range(len(counts))
+    fractions = [retained / max(visible, 1) for retained, visible in counts]
+    flat = [head for head in heads if "dense" in may_be and fractions[head] > MAX_FUSED_FRACTION]
+    mean = sum(fractions) / len(fractions)
+    if len(flat) < len(fractions) and shortest < MIN_SPLIT:  # one way for all
+        flat = [*heads] if "dense" in may_be and mean > MAX_FUSED_FRACTION else []
+    peaked = [head for head in heads if head not in flat]
+    choices = []
+    if peaked:
+        share = sum(fractions[head] for head in peaked) / len(peaked)
+        is_low = share <= MAX_INT8_FRACTION and "int8" in may_be
+        compared = f"at most {MAX_INT8_FRACTION:.0%}" if is_low else f"at most {MAX_FUSED_FRACTION:.0%}"
+        if not is_low and share > MAX_FUSED_FRACTION:  # no dense kernel covers the call
+            compared = f"more than {MAX_FUSED_FRACTION:.0%}"
+        reason = f"a sample of the rows retains {compared} of its tiles"
+        choices.append(Choice("int8" if is_low else "fused", reason, tuple(peaked) if flat else None))
+    if flat:
+        reason = f"a sample of the rows retains more than {MAX_FUSED_FRACTION:.0%} of its tiles"
+        choices.append(Choice("dense", reason, tuple(flat) if peaked else None))
+    return choices

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .descriptors import descriptor
 from .discover import launch_discover
-from .discover_choice import choose_discovery
 from .forward_kernel import mala_forward_kernel
 from .query_tile import Settings
 from .support_bits import empty_support
@@ -45,7 +44,7 @@ def launch_forward(
 
     ``support``: what an earlier call on the same inputs found. Its tiles are walked and no others scored, with the same bits as result
     (and it is returned). ``candidates``: a superset of the support; its tiles are tested and no others; ``discovery="int8"`` finds them
-    first, "auto" where a sample of the rows says that it pays. A call that is to report its work scores all tiles nevertheless.
+    first. A call that is to report its work scores all tiles nevertheless.
 
     ``config``, ``use_tma`` and ``use_hopper`` override the shipped launch shape, the choice of loads and of the kernel, for
     measurements and tests.
@@ -61,6 +60,8 @@ def launch_forward(
             f"a kernel's tile must be at least {SMALLEST_BLOCK} x {SMALLEST_BLOCK}, got {config.tile}; use impl='blockwise'"
         )
     num_q_tiles, num_k_tiles = sequences.tile_grid(config.tile)
+    if discovery == "int8" and support is None and not return_work:  # before out: its INT8 keys are free again by then
+        candidates = launch_discover(q, k, settings, sequences)
 
     out = torch.empty(batch, seqlen_q, num_heads, v_head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_heads, seqlen_q, dtype=torch.float32, device=q.device)
@@ -70,10 +71,6 @@ def launch_forward(
             sequences.num_sequences, num_heads, num_q_tiles, num_k_tiles, dtype=torch.int8, device=q.device
         )
         certificate = torch.zeros_like(lse)
-    if discovery == "auto" and support is None and not return_work:
-        discovery = choose_discovery(q, k, v, settings, sequences)
-    if discovery == "int8" and support is None and not return_work:
-        candidates = launch_discover(q, k, settings, sequences)
     walked = None if return_work else candidates if support is None else support
     is_known = walked is not None and walked is support
     if not is_known:

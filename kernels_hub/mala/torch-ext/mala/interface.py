@@ -10,15 +10,18 @@ from torch import Tensor
 from .attend import Call, attend
 from .call_options import (
     check_call_flags,
+    check_dense,
     discovery_of,
     if_readable,
     implementation_of,
     longest_of,
+    may_be_dense,
     returned,
     settings_of,
 )
 from .checks import check_lengths, check_tensors, normalized_mask
 from .decode_choice import decode_call
+from .dense import uncovered_by_dense
 from .visibility import fixed_sequences, packed_sequences
 
 
@@ -69,9 +72,13 @@ def mala_attn_func(
         discovery: how the tiles to retain are found. "fused": every tile is scored exactly by the kernel that also attends. "int8":
             first in INT8 with certified bounds, then exactly among the candidates; the same bits, faster where long sequences keep
             little, slower where they keep much; not for padded or packed batches, masks, softcap, float32 or tau = 0. A call that
-            returns its work scores all tiles exactly either way. "auto": INT8 where it was measured to pay (Hopper, head_dim 128, from
-            16,384 tokens on) and a sample of the rows, which waits for the device, retains little; fused otherwise, and always in a
-            CUDA graph.
+            returns its work scores all tiles exactly either way. "dense": torch's own attention (cuDNN, else FlashAttention), which
+            satisfies the rule trivially, every tile retained and nothing omitted; its bits, and those of its gradients, are full
+            attention's. "auto" decides, and ``Work.choices`` says what and why: on a GPU, dense below 2,048 keys and at tau = 0; from
+            16,384 tokens on (Hopper) what a sample of the rows asks for, which waits for the device: int8, fused, or dense, from
+            32,768 tokens on each KV head for itself; fused otherwise. Under a compiler and in a CUDA graph lengths alone decide.
+            Dense is chosen only where nothing else was asked for: impl="auto", no tile, no save_support=True, no deterministic=True
+            (nor torch.use_deterministic_algorithms), no window, softcap, sinks, masks or padding.
         decode: form of the test where up to 64 new tokens meet a longer context. "single": from the diagonal to earlier keys against
             the mass retained so far, as everywhere else. "two_pass": all scores first, then every tile against the full normalizer; a
             skipped key has less than tau / (visible keys) of full attention, however the keys are split. "split": each of
@@ -81,7 +88,7 @@ def mala_attn_func(
         num_splits: parts of the keys in a decode; 0: as many as fill the GPU.
         save_support: keep the retained tiles for backward, 1 bit each, so that it scores no others; gradients are the same without.
             None: where a gradient is needed and the bits take at most 1/8 of out's memory. ``Work.support_bytes`` reports it.
-        deterministic: demand gradients that repeat bit for bit. All implementations give them anyway.
+        deterministic: demand gradients that repeat bit for bit. All implementations give them anyway, but for discovery="dense".
         return_lse: also return lse, float32 (float64 for float64 inputs), (batch, num_heads, seqlen_q): natural log of the
             retained normalizer, sink included. It carries no gradient.
         return_work: also return the :class:`Work` done.
@@ -109,9 +116,15 @@ def mala_attn_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    impl = implementation_of(impl, q)
-    discovery = discovery_of(discovery, impl, q, settings, sequences, mask)
-    call = Call(settings, sequences, impl, return_work, save_support, discovery)
+    ran = implementation_of(impl, q)
+    uncovered = uncovered_by_dense(q, v, settings, sequences, sinks, mask)
+    if discovery == "dense":
+        check_dense(uncovered, impl, save_support, deterministic)
+    asked_auto = discovery == "auto"
+    hands_over = asked_auto and may_be_dense(uncovered, impl, q, tile, save_support, deterministic, return_lse)
+    discovery = discovery_of(discovery, ran, q, settings, sequences, mask, may_be_dense=True)
+    may_be = ("fused", *(["int8"] if discovery == "auto" else []), *(["dense"] if hands_over else []))
+    call = Call(settings, sequences, ran, return_work, save_support, discovery, may_be if asked_auto else ())
     call = decode_call(call, decode, num_splits, q, k, v, sinks, mask, tile is not None)
     out, lse, work = attend(q, k, v, sinks, mask, call)
     return returned(out, lse, work, return_lse, return_work)
@@ -170,4 +183,5 @@ def mala_attn_varlen_func(
     discovery = discovery_of(discovery, impl, q, settings, sequences, None)
     call = Call(settings, sequences, impl, return_work, save_support, discovery)
     out, lse, work = attend(q[None], k[None], v[None], sinks, None, call)
+    assert lse is not None  # packed sequences are never dense
     return returned(out[0], lse[0], work, return_lse, return_work)

@@ -4,10 +4,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Optional
 
 from torch import Tensor
 
 NOT_VISIBLE, SKIPPED, RETAINED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a call, or some of its heads, was computed, and why.
+
+    Attributes:
+        way: "fused" (every tile scored by the kernel that attends), "int8" (tiles found in INT8 first, the same bits) or "dense"
+            (torch's SDPA: every tile retained, nothing omitted).
+        reason: in words.
+        kv_heads: those that went this way, with their query heads; None for all.
+    """
+
+    way: str
+    reason: str
+    kv_heads: Optional[tuple[int, ...]] = None
+
+    def __str__(self) -> str:
+        heads = "" if self.kv_heads is None else f" in KV heads {', '.join(map(str, self.kv_heads))}"
+        return f"{self.way}{heads}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -20,10 +41,12 @@ class Work:
         certificate: shaped and typed like lse; ``c(i)``, the sum over skipped tiles of (legal keys) * exp(tile max - lse).
         rows: int32 (num_sequences, q_tiles); query rows in each query tile.
         tile: (BLOCK_M, BLOCK_N); part of the rule's definition.
-        impl: the implementation that ran: "triton", "blockwise" or "reference".
+        impl: the implementation that ran: "triton", "blockwise", "reference", or "sdpa" for torch's dense kernels; "triton, sdpa" where
+            heads differ.
         support_bytes: memory that the call keeps until backward for the retained tiles, 1 bit each; 0 where it keeps none.
         form: "single" pass from the diagonal to earlier keys, or a decode in "two_pass" or "split" form. In a decode the query heads of
             a KV head share their tiles, and in two passes omitted mass = certificate / (1 + certificate) exactly.
+        choices: how it was computed and why; more than one where heads went different ways.
     """
 
     tiles: Tensor
@@ -33,6 +56,17 @@ class Work:
     impl: str
     support_bytes: int = 0
     form: str = "single"
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def choice(self) -> str:
+        """ "fused", "int8" or "dense"; "dense, fused" or "dense, int8" where heads differ."""
+        return ", ".join(sorted(choice.way for choice in self.choices))
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        return "; ".join(choice.reason if len(self.choices) == 1 else str(choice) for choice in self.choices)
 
     @property
     def retained(self) -> Tensor:

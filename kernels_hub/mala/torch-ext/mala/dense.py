@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full attention by torch's own kernels. It satisfies the rule trivially, with every tile retained, and nothing is omitted.
+
+torch's operators return lse and bring their own gradients, which are those of full attention.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from .query_tile import Settings
+from .visibility import Sequences
+from .work import NOT_VISIBLE, RETAINED
+
+HEAD_DIM_UNIT = 8  # elements; torch pads other head dims, which copies
+
+
+def uncovered_by_dense(
+    q: Tensor,
+    v: Tensor,
+    settings: Settings,
+    sequences: Sequences,
+    sinks: Optional[Tensor],
+    mask: Optional[Tensor],
+) -> list[str]:
+    """What of a call torch's kernels lack, in words; nothing where they can do it. Reads shapes alone."""
+    left, right = settings.window
+    lacking = {
+        "padded or packed sequences": sequences.bounds is not None,
+        "a mask": mask is not None,
+        "attention sinks": sinks is not None,
+        "softcap": settings.softcap > 0,
+        "a window": left >= 0 or right > 0,
+        "causal attention of fewer or more queries than keys": right == 0
+        and sequences.max_seqlen_q != sequences.max_seqlen_k,
+        f"{q.dtype} on a GPU": q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16),
+        f"head dims {q.shape[-1]} and {v.shape[-1]}": q.shape[-1] != v.shape[-1] or q.shape[-1] % HEAD_DIM_UNIT > 0,
+        "an empty sequence": min(sequences.max_seqlen_q, sequences.max_seqlen_k) == 0,
+    }
+    return [name for name, lacks in lacking.items() if lacks]
+
+
+def dense_backend(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Optional[str]:
+    """ "cudnn", "flash" or "cpu": the first of torch's kernels that takes these tensors and that is not switched off; None if none."""
+    if not q.is_cuda:
+        return "cpu" if q.device.type == "cpu" else None
+    query, key, value = (x.detach().transpose(1, 2) for x in (q, k, v))
+    is_grouped = q.shape[2] != k.shape[2]
+    params = SDPAParams(query, key, value, None, 0.0, settings.window[1] == 0, is_grouped)
+    if can_use_cudnn_attention(params):
+        return "cudnn"
+    return "flash" if can_use_flash_attention(params) else None
+
+
+def dense_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, settings: Settings, backend: str
+) -> tuple[Tensor, Tensor]:
+    """out (batch, seqlen_q, num_heads, head_dim), lse float32 (batch, num_heads, seqlen_q), of inputs as MALA takes them."""
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    causal, scale = settings.window[1] == 0, settings.softmax_scale
+    if backend == "cudnn":
+        results = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, scale=scale
+        )
+    elif backend == "flash":
+        results = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    else:
+        results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, scale=scale
+        )
+    out, lse = results[:2]
+    return out.transpose(1, 2).contiguous(), lse.reshape(
+        lse.shape[:3]
+    ).contiguous()  # some releases keep a last dimension of 1
+
+
+def dense_attention_in_graph(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Tensor:
+    """The same out where a compiler is to see a function that it knows; torch picks the kernel when the graph runs."""
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(
+        query, key, value, is_causal=settings.window[1] == 0, scale=settings.softmax_scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous()
+
+
+def dense_tiles(settings: Settings, sequences: Sequences, num_heads: int, device: torch.device) -> Tensor:
+    """The map of a call without a window: int8 (num_sequences, num_heads, q_tiles, k_tiles), all that is visible is retained."""
+    block_m, block_n = settings.tile
+    q_tiles, k_tiles = sequences.tile_grid(settings.tile)
+    last_row = ((torch.arange(q_tiles, device=device) + 1) * block_m).clamp(max=sequences.max_seqlen_q) - 1
+    first_key = torch.arange(k_tiles, device=device) * block_n
+    visible = torch.ones(q_tiles, k_tiles, dtype=torch.bool, device=device)
+    if settings.window[1] == 0:  # as many queries as keys
+        visible = first_key <= last_row[:, None]
+    tiles = torch.where(visible, RETAINED, NOT_VISIBLE).to(torch.int8)
+    return tiles.expand(sequences.num_sequences, num_heads, -1, -1).contiguous()

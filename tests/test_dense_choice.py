@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handing a call over to torch's dense kernels: it is the rule with every tile retained, it is chosen where it pays, and it says so."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from calls import Call, build
+from inputs import Case, ids
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mala_hf.ops import call_options, discover_choice, discover_probe, mala_attn_func, mala_attn_varlen_func
+from mala_hf.ops.discover_choice import choose_by_counts
+from mala_hf.ops.query_tile import Settings
+from mala_hf.ops.reference import full_attention_head, legal_pairs
+from mala_hf.ops.visibility import fixed_sequences
+from mala_hf.workloads import peaked_inputs
+
+SHAPES = [
+    Case(seqlen_q=150, num_heads=4, num_kv_heads=2, batch=2, head_dim=32),
+    Case(seqlen_q=80, seqlen_k=111, causal=False),
+    Case(seqlen_q=100, strided=True, num_heads=4, num_kv_heads=2),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" may hand calls over on this device too."""
+    monkeypatch.setattr(call_options, "hands_over", lambda q: True)
+
+
+def on_device(case: Case, device: str) -> Call:
+    return build(case, torch.bfloat16 if device == "cuda" else torch.float32, device)
+
+
+def arguments(call: Call) -> tuple[Tensor, Tensor, Tensor, dict]:
+    options = {name: x for name, x in call.options.items() if name not in ("tile", "decode", "impl")}
+    return call.q, call.k, call.v, options
+
+
+def attend(call: Call, **options):
+    q, k, v, given = arguments(call)
+    return mala_attn_func(q, k, v, **{**given, **options})
+
+
+def full(call: Call) -> tuple[Tensor, Tensor]:
+    """out and lse of full attention in float64, shaped as MALA's."""
+    q, k, v = (x.double() for x in (call.q, call.k, call.v))
+    causal, groups = call.options["causal"], q.shape[2] // k.shape[2]
+    legal = legal_pairs(q.shape[1], k.shape[1], (-1, 0 if causal else -1)).to(q.device)
+    scale = call.options.get("softmax_scale") or q.shape[-1] ** -0.5
+    pairs = [
+        [
+            full_attention_head(q[b, :, h], k[b, :, h // groups], v[b, :, h // groups], legal, softmax_scale=scale)[:2]
+            for h in range(q.shape[2])
+        ]
+        for b in range(q.shape[0])
+    ]
+    out = torch.stack([torch.stack([one[0] for one in of], 1) for of in pairs])
+    return out, torch.stack([torch.stack([one[1] for one in of]) for of in pairs])
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=ids(SHAPES))
+def test_out_lse_and_work_are_those_of_full_attention(case, device):
+    call = on_device(case, device)
+    out, lse, work = attend(call, discovery="dense", return_lse=True, return_work=True)
+    expected, expected_lse = full(call)
+    tolerance = TOLERANCE[call.q.dtype]
+    assert (out - expected).norm() < tolerance * expected.norm()
+    assert (lse - expected_lse).abs().max() < max(1e-4, tolerance / 10)
+    assert out.is_contiguous()
+    assert (lse.dtype, lse.is_contiguous()) == (torch.float32, True)
+    assert (work.choice, work.impl, work.support_bytes) == ("dense", "sdpa", 0)
+    fused = attend(call, discovery="fused", tau=0.0, return_work=True)[1]
+    assert torch.equal(work.tiles, fused.tiles)
+    assert torch.equal(work.rows, fused.rows)
+    assert work.certificate.shape == fused.certificate.shape
+    assert not work.certificate.any()
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=ids(SHAPES))
+def test_gradients_are_those_of_full_attention(case, device):
+    gradients = []
+    for options in ({"discovery": "dense"}, {"discovery": "fused", "tau": 0.0}):
+        call = on_device(case, device)
+        leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+        out, lse = attend(call.with_(**dict(zip("qkv", leaves, strict=True))), return_lse=True, **options)
+        assert not lse.requires_grad
+        generator = torch.Generator(device).manual_seed(0)
+        out.backward(torch.randn(out.shape, generator=generator, device=device, dtype=out.dtype))
+        gradients.append([x.grad for x in leaves])
+    for dense, fused in zip(*gradients, strict=True):
+        assert (dense - fused).norm() < 2 * TOLERANCE[dense.dtype] * fused.norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"window": (5, 0)}, "a window"),
+        ({"softcap": 20.0}, "softcap"),
+        ({"seqused_k": torch.tensor([40])}, "padded or packed"),
+        ({"mask": torch.ones(50, 50, dtype=torch.bool)}, "a mask"),
+        ({"sinks": torch.zeros(2)}, "attention sinks"),
+        ({"impl": "blockwise"}, "impl='blockwise'"),
+        ({"save_support": True}, "save_support=True"),
+        ({"deterministic": True}, "deterministic=True"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_torch_lacks_is_refused_when_asked_for_and_not_chosen_by_itself(options, words, handed_over):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 50, 2, 16) for _ in range(3))
+    with pytest.raises(ValueError, match=f"discovery='dense' does not cover .*{words}"):
+        mala_attn_func(q, k, v, causal=True, discovery="dense", **options)
+    _, work = mala_attn_func(q, k, v, causal=True, return_work=True, **options)
+    assert work.choice == "fused"
+    assert work.reason
+
+
+def test_fewer_queries_than_keys_and_packed_sequences_are_refused(handed_over):
+    q, k = torch.randn(1, 70, 2, 16), torch.randn(1, 90, 2, 16)
+    with pytest.raises(ValueError, match="fewer or more queries than keys"):
+        mala_attn_func(q, k, k, causal=True, discovery="dense")
+    assert mala_attn_func(q, k, k, causal=True, return_work=True)[1].choice == "fused"
+    ends = torch.tensor([0, 30, 70], dtype=torch.int32)
+    with pytest.raises(ValueError, match="does not cover packed"):
+        mala_attn_varlen_func(q[0], q[0], q[0], cu_seqlens_q=ends, cu_seqlens_k=ends, discovery="dense")
+
+
+def test_short_calls_and_tau_0_are_handed_over_and_say_why(handed_over, monkeypatch):
+    monkeypatch.setattr(discover_choice, "SHORT", 120)
+    calls = {length: build(Case(seqlen_q=length), torch.float32, "cpu") for length in (119, 120)}
+    works = {length: attend(call, return_work=True)[1] for length, call in calls.items()}
+    assert [works[119].choice, works[120].choice] == ["dense", "fused"]
+    assert "fewer than 120 keys" in works[119].reason
+    assert (works[119].work_fraction == 1).all()
+    assert attend(calls[120], tau=0.0, return_work=True)[1].reason == "tau = 0 retains every tile"
+    dense, same = attend(calls[119]), attend(calls[119], discovery="dense")
+    assert torch.equal(dense, same)
+    assert not torch.equal(dense, attend(calls[119], discovery="fused"))
+
+
+def test_a_tile_that_is_asked_for_is_used(handed_over):
+    call = build(Case(seqlen_q=100), torch.float32, "cpu")
+    assert attend(call, tile=(16, 16), return_work=True)[1].choice == "fused"
+
+
+def test_on_a_cpu_nothing_is_handed_over():
+    q = torch.randn(1, 50, 2, 16)
+    work = mala_attn_func(q, q, q, causal=True, return_work=True)[1]
+    assert (work.choice, work.reason, work.impl) == ("fused", "nothing else covers the call", "blockwise")
+
+
+class Names(TorchDispatchMode):
+    """Remembers which operators ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_malas_own_operator(handed_over):
+    q = torch.randn(1, 50, 2, 16)
+    with Names() as mode:
+        _, work = mala_attn_func(q, q, q, causal=True, return_work=True)
+    assert work.choice == "fused"
+    assert any(name.endswith("forward.default") and not name.startswith("aten") for name in mode.names)
+
+
+def test_a_recomputation_that_reuses_support_stays_with_malas_tiles(handed_over):
+    from mala_hf.ops import reuse_support
+
+    call = build(Case(seqlen_q=100), torch.float32, "cpu")
+    leaf = call.q.detach().requires_grad_()
+
+    def layer(x):
+        return attend(call.with_(q=x))
+
+    out = torch.utils.checkpoint.checkpoint(layer, leaf, use_reentrant=False, context_fn=reuse_support)
+    assert torch.equal(out, attend(call, discovery="fused"))
+    out.sum().backward()
+
+
+def test_a_compiled_graph_chooses_by_length(handed_over, monkeypatch):
+    monkeypatch.setattr(discover_choice, "SHORT", 60)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="eager", dynamic=False)
+    def compiled(q, k, v):
+        return mala_attn_func(q, k, v, causal=True)
+
+    for length, way in ((50, "dense"), (70, "fused")):
+        call = build(Case(seqlen_q=length, num_heads=4, num_kv_heads=2), torch.float32, "cpu")
+        expected = mala_attn_func(call.q, call.k, call.v, causal=True, discovery=way)
+        torch.testing.assert_close(
+            compiled(call.q, call.k, call.v), expected, rtol=0, atol=1e-6 if way == "dense" else 0
+        )
+    torch._dynamo.reset()
+
+
+# the look at a long call
+
+
+def counts_of(call: Call, tile: tuple[int, int]) -> Tensor:
+    """What the look counts: retained and visible key tiles of its samples, by KV head, against the full normalizer."""
+    q, k, causal = call.q.double(), call.k.double(), call.options["causal"]
+    (batch, seqlen_q, num_heads, head_dim), seqlen_k, num_kv_heads = q.shape, k.shape[1], k.shape[2]
+    left, right = call.options.get("window", (-1, -1))
+    legal = legal_pairs(seqlen_q, seqlen_k, (left, 0 if causal else right)).to(q.device)
+    scale = call.options.get("softmax_scale") or head_dim**-0.5
+    counts = torch.zeros(num_kv_heads, 2, dtype=torch.int64)
+    for sample in range(discover_probe.SAMPLES):
+        end = math.ceil(seqlen_q * (sample + 1) / discover_probe.SAMPLES)
+        start = max(end - tile[0], 0) // tile[0] * tile[0]
+        rows = slice(start, min(start + tile[0], seqlen_q))
+        for b in range(batch):
+            for head in range(num_heads):
+                kv_head = head // (num_heads // num_kv_heads)
+                scores = (scale * q[b, rows, head] @ k[b, :, kv_head].T).masked_fill(~legal[rows], -math.inf)
+                limit = scores.logsumexp(1) + torch.log((call.options["tau"] / legal[rows].sum(1)).clamp(max=1))
+                for begin in range(0, seqlen_k, tile[1]):
+                    tile_max = scores[:, begin : begin + tile[1]].amax(1)
+                    counts[kv_head] += torch.tensor(
+                        [bool((tile_max >= limit.clamp(min=-1e30)).any()), bool((tile_max > -math.inf).any())]
+                    )
+    return counts
+
+
+LOOKS = [
+    Case(seqlen_q=400, num_heads=4, num_kv_heads=2, batch=2),
+    Case(seqlen_q=333, num_heads=2, head_dim=72, strided=True),
+    Case(seqlen_q=300, seqlen_k=450),
+    Case(seqlen_q=300, causal=False),
+    Case(seqlen_q=300, window=(100, -1)),
+    Case(family="flat", seqlen_q=260),
+]
+
+
+@pytest.mark.parametrize("case", LOOKS, ids=ids(LOOKS))
+def test_the_look_counts_what_its_samples_retain(case, device):
+    call, tile = build(case, torch.float16, device), (32, 16)
+    left, right = call.options.get("window", (-1, -1))
+    window = left, 0 if call.options["causal"] else right
+    scale = call.options.get("softmax_scale") or call.q.shape[-1] ** -0.5
+    settings = Settings(call.options["tau"], scale, window, 0.0, tile)
+    sequences = fixed_sequences(call.q.shape[0], call.q.shape[1], call.k.shape[1], window[1])
+    found = discover_probe.sampled_counts(call.q, call.k, settings, sequences).cpu().long()
+    expected = counts_of(call, tile)
+    assert torch.equal(found[:, 1], expected[:, 1])
+    assert (found - expected).abs().max() <= 1 + 0.01 * expected.max()  # float16 products may tip one at its limit
+
+
+ALL = ("fused", "int8", "dense")
+
+
+@pytest.mark.parametrize(
+    ("fractions", "length", "may_be", "expected"),
+    [
+        ([0.01, 0.02], 16384, ALL, {"int8": None}),
+        ([0.3, 0.2], 131072, ALL, {"fused": None}),
+        ([0.9, 1.0], 16384, ALL, {"dense": None}),
+        ([0.9, 1.0], 131072, ("fused", "int8"), {"fused": None}),
+        ([0.01, 1.0], 131072, ALL, {"int8": (0,), "dense": (1,)}),
+        ([0.01, 1.0, 0.3, 0.9], 32768, ALL, {"fused": (0, 2), "dense": (1, 3)}),
+        ([0.01, 1.0], 16384, ALL, {"fused": None}),
+        ([0.5, 1.0], 16384, ALL, {"dense": None}),
+        ([0.01, 0.02], 131072, ("fused", "dense"), {"fused": None}),
+        ([0.0, 0.0], 131072, ALL, {"int8": None}),
+    ],
+)
+def test_the_counts_decide_for_all_heads_or_for_each(fractions, length, may_be, expected):
+    choices = choose_by_counts([[round(1000 * x), 1000] for x in fractions], length, may_be)
+    assert {choice.way: choice.kv_heads for choice in choices} == expected
+    assert all(choice.reason for choice in choices)
+
+
+def test_heads_that_go_different_ways_are_put_together(handed_over, monkeypatch, device):
+    """Flat heads are dense, the others what the fused kernel makes of them, out, lse, work and gradients."""
+    for name, value in (("SHORT", 0), ("MIN_LOOK", 256), ("MIN_SPLIT", 256)):
+        monkeypatch.setattr(discover_choice, name, value)
+    monkeypatch.setattr(discover_choice, "is_measured", lambda device: True)
+    place = {"dtype": torch.float32 if device == "cpu" else torch.bfloat16, "device": device}
+    inputs = peaked_inputs(1024, links=0.5, num_heads=6, num_kv_heads=3, head_dim=32, flat_share=0.3, **place)
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out, lse, work = mala_attn_func(*leaves, causal=True, return_lse=True, return_work=True)
+    assert work.choice == "dense, fused"
+    assert "dense in KV heads 0: a sample of the rows retains more than 60%" in work.reason
+    assert work.impl == ("triton, sdpa" if device == "cuda" else "sdpa, blockwise")
+    flat, peaked = [0, 1], [2, 3, 4, 5]
+    assert (work.work_fraction[:, flat] == 1).all()
+    assert (work.work_fraction[:, peaked] < 1).all()
+    do = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, leaves, do)
+    for heads, kv_heads, way in ((flat, [0], "dense"), (peaked, [1, 2], "fused")):
+        own = [leaves[0][:, :, heads], leaves[1][:, :, kv_heads], leaves[2][:, :, kv_heads]]
+        own = [x.detach().requires_grad_() for x in own]
+        expected = mala_attn_func(*own, causal=True, discovery=way, return_lse=True, return_work=True)
+        assert torch.equal(out[:, :, heads], expected[0])
+        assert torch.equal(lse[:, heads], expected[1])
+        assert torch.equal(work.tiles[:, heads], expected[2].tiles)
+        assert torch.equal(work.certificate[:, heads], expected[2].certificate)
+        for mine, theirs, of in zip(
+            gradients, torch.autograd.grad(expected[0], own, do[:, :, heads]), (heads, kv_heads, kv_heads), strict=True
+        ):
+            assert (mine[:, :, of] - theirs).norm() <= 1e-2 * theirs.norm()
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [100, 1024, 2047])
+def test_on_a_gpu_short_calls_are_cudnns_or_flashs(length, head_dim):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, length, heads, head_dim, device="cuda", dtype=torch.bfloat16) for heads in (8, 4, 4))
+    out, lse, work = mala_attn_func(q, k, v, causal=True, return_lse=True, return_work=True)
+    assert work.choice == "dense"
+    fused, fused_lse = mala_attn_func(q, k, v, causal=True, discovery="fused", tau=0.0, return_lse=True)
+    assert (out - fused).float().norm() < 1e-2 * fused.float().norm()
+    assert (lse - fused_lse).abs().max() < 1e-3
+    assert mala_attn_func(q, k, v, causal=True, impl="triton", return_work=True)[1].choice == "fused"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="measured on Hopper"
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_on_hopper_flat_heads_are_dense_and_peaked_ones_are_not(head_dim):
+    shape = {"num_heads": 8, "num_kv_heads": 4, "head_dim": head_dim}
+    way = "int8" if head_dim == 128 else "fused"
+    for flat_share, length, expected in ((0.0, 32768, [way]), (1.0, 16384, ["dense"]), (0.25, 32768, [way, "dense"])):
+        inputs = peaked_inputs(length, links=1.0, flat_share=flat_share, **shape)
+        call = inputs.q, inputs.k, inputs.v
+        settings = Settings(1.0, head_dim**-0.5, (-1, 0), 0.0, (64, 128))
+        sequences = fixed_sequences(1, length, length, 0)
+        choices = discover_choice.choose(call[0], call[1], settings, sequences, ALL)
+        assert [choice.way for choice in choices] == expected
+        out, lse = mala_attn_func(*call, causal=True, return_lse=True)
+        fused, fused_lse = mala_attn_func(*call, causal=True, discovery="fused", return_lse=True)
+        if expected == [way]:
+            assert torch.equal(out, fused)
+        assert (out - fused).float().norm() < 1e-2 * fused.float().norm()
+        assert (lse - fused_lse).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_chooses_by_length():
+    for length, way in ((1024, "dense"), (32768, "fused")):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, length, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+        expected = mala_attn_func(q, k, v, causal=True, discovery=way)
+        graph = torch.cuda.CUDAGraph()
+        mala_attn_func(q, k, v, causal=True)
+        with torch.cuda.graph(graph):
+            out = mala_attn_func(q, k, v, causal=True)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_a_compiled_model_on_a_gpu_trains_through_short_calls():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: mala_attn_func(q, k, v, causal=True), fullgraph=True, dynamic=False)
+    torch.manual_seed(0)
+    leaves = [
+        torch.randn(1, 512, heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
+    ]
+    out, expected = compiled(*leaves), mala_attn_func(*leaves, causal=True)
+    do = torch.randn_like(out)
+    for mine, theirs in zip(
+        [out, *torch.autograd.grad(out, leaves, do)],
+        [expected, *torch.autograd.grad(expected, leaves, do)],
+        strict=True,
+    ):
+        assert (mine - theirs).float().norm() < 2e-2 * theirs.float().norm()
