@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .ops.hf_settings import HeadSettings, named, read_key, read_layer, read_tau
+from .ops.hf_settings import HeadSettings, named, read_discovery, read_key, read_layer, read_tau
 
 KERNEL_NAME = re.compile(r"[^/:@\s]+/[^/:@\s]+(@[^:@\s]+)?")
 
@@ -31,7 +31,11 @@ class MalaConfig:
         tile: (BLOCK_M, BLOCK_N), powers of two; None for the shipped table. Tiles belong to the rule's definition.
         save_support: whether training keeps the retained tiles for backward, 1 bit each, so that it scores no others; the gradients
             are the same. None: where the bits take at most 1/8 of the output's memory.
-        deterministic: demand gradients that repeat bit for bit. All implementations give them anyway.
+        deterministic: demand gradients that repeat bit for bit. All implementations give them anyway, but for torch's dense kernels,
+            to which ``discovery="auto"`` then hands nothing over.
+        discovery: how the tiles to retain are found, as in :func:`mala_hf.ops.mala_attn_func`; decoding steps have one way. "auto" runs
+            whatever is fastest and satisfies the rule, on a GPU also torch's dense attention (short or flat layers), and
+            :func:`mala_hf.record_work` says what it was; "fused" always tests every tile; "int8" and "dense" are done or refused.
         kernel: "org/name" or "org/name@revision" of a Hub kernel to run on, in place of the kernels in this package;
             see :func:`mala_hf.load_kernel`.
 
@@ -44,6 +48,7 @@ class MalaConfig:
     tile: tuple[int, int] | None = None
     save_support: bool | None = None
     deterministic: bool = False
+    discovery: str = "auto"
     kernel: str | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +65,7 @@ class MalaConfig:
             raise ValueError(f"save_support must be True, False or None, got {self.save_support!r}")
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic must be True or False, got {self.deterministic!r}")
+        read_discovery(self.discovery)
         if self.kernel is not None:
             check_kernel_name(self.kernel)
 
@@ -70,7 +76,7 @@ class MalaConfig:
             values["layers"] = _with_string_keys(self.layers)
         if self.tile is not None:
             values["tile"] = list(self.tile)
-        for name in ("save_support", "deterministic", "kernel"):
+        for name in ("save_support", "deterministic", "discovery", "kernel"):
             if getattr(self, name) != getattr(MalaConfig, name):
                 values[name] = getattr(self, name)
         return values

@@ -55,7 +55,7 @@ def layer_fidelity(
 
     Returns MALA's output (1, L, H, D) and the figures.
     """
-    out, work = mala_attn_func(q, k, v, tau=tau, causal=True, softmax_scale=scale, return_work=True)
+    out, work = mala_attn_func(q, k, v, tau=tau, causal=True, softmax_scale=scale, discovery="fused", return_work=True)
     full, (omitted,) = full_attention(LayerCall(q, k, v, scale), [work])
     bound = work.omitted_mass_bound[0].float()  # (H, L)
     error = relative_error(out[0], full)
@@ -130,6 +130,6 @@ def attention_fidelity(model: Any, input_ids: Tensor, *, tau: float = 1.0) -> li
     Each layer sees the inputs that MALA's earlier layers gave it. The model's own implementation is back afterwards. Raises
     ``NotImplementedError`` for layers with a window, softcap or sinks.
     """
-    with measured_attention(tau) as records, mala_attention(model, tau=tau):
+    with measured_attention(tau) as records, mala_attention(model, tau=tau, discovery="fused"):
         model(input_ids=input_ids.to(model.device), use_cache=False, logits_to_keep=1)
     return records

@@ -36,11 +36,11 @@ class LayerCall:
     sinks: Tensor | None = None
 
     def mala(self, tau: float, **options: Any) -> Any:
-        """Run MALA on it; ``options`` and the result are those of ``mala_attn_func``."""
+        """Run MALA on it, every tile tested; ``options`` and the result are those of ``mala_attn_func``."""
         left = -1 if self.window is None else self.window - 1
         return mala_attn_func(
             self.q, self.k, self.v, tau=tau, causal=True, softmax_scale=self.softmax_scale, window=(left, -1),
-            softcap=self.softcap, sinks=self.sinks, **options,
+            softcap=self.softcap, sinks=self.sinks, **{"discovery": "fused", **options},
         )  # fmt: skip
 
     def leaves(self) -> LayerCall:

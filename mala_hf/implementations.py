@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .config import MalaConfig
@@ -52,10 +52,14 @@ def implementations_of(names: Iterable[str], taus: Iterable[float]) -> list[Impl
 def using_implementation(model: Any, name: str, tau: float | None = None) -> Iterator[None]:
     """Run the model with one attention implementation; what was before is always put back.
 
-    "mala" runs with ``tau``, or without one with the settings in the model's config, where there are none with the defaults.
+    "mala" runs with ``tau``, or without one with the settings in the model's config, where there are none with the defaults; and it
+    tests every tile: an evaluation of the rule is none of the dense kernels to which ``discovery="auto"`` may hand a call over.
     """
     if name == NAME:
-        with mala_attention(model, saved_settings(model) if tau is None else MalaConfig(tau=tau)):
+        settings = saved_settings(model) if tau is None else MalaConfig(tau=tau)
+        if settings.discovery == "auto":
+            settings = replace(settings, discovery="fused")
+        with mala_attention(model, settings):
             yield
         return
     original = model.config._attn_implementation

@@ -38,6 +38,7 @@ class LayerWork:
         taus: {query head: its tau, None where it is dense}; without heads that another process has.
         is_whole: whether the heads are all of the layer's. False where processes share them and nobody knows which these are.
         impls, tiles: what ran; several tiles where prefill and decode use their own.
+        choices: {(way, reason): calls}: how its heads were computed, and why.
         support_bytes: the most that one forward kept of its retained tiles until backward.
         forwards: how often the layer ran; where several processes are put together, the most of any of them.
     """
@@ -48,6 +49,7 @@ class LayerWork:
     is_whole: bool = True
     impls: set[str] = field(default_factory=set)
     tiles: set[tuple[int, int]] = field(default_factory=set)
+    choices: dict[tuple[str, str], int] = field(default_factory=dict)
     forwards: int = 0
     support_bytes: int = 0
     # float64 (4, num_heads): rows, key slots, visible slots, bounds
@@ -68,6 +70,8 @@ class LayerWork:
                 continue
             self.impls.add(call.work.impl)
             self.tiles.add(call.work.tile)
+            for choice in call.work.choices:
+                self._count(choice.way, choice.reason, 1)
             sums, histogram = _reduced(call.work)
             self._sums[:, heads] += sums
             self._histogram[heads] += histogram
@@ -87,10 +91,15 @@ class LayerWork:
         self.taus |= other.taus
         self.impls |= other.impls
         self.tiles |= other.tiles
+        for (way, reason), calls in other.choices.items():
+            self._count(way, reason, calls)
         self.forwards = max(self.forwards, other.forwards)
         self.support_bytes = max(self.support_bytes, other.support_bytes)
         self._sums = self._sums + other._sums
         self._histogram = self._histogram + other._histogram
+
+    def _count(self, way: str, reason: str, calls: int) -> None:
+        self.choices[way, reason] = self.choices.get((way, reason), 0) + calls
 
     def _make_room(self, num_heads: int) -> None:
         if not self.num_heads:
@@ -162,6 +171,9 @@ class LayerWork:
             "tau": self.tau,
             "impls": sorted(self.impls),
             "tiles": sorted(list(tile) for tile in self.tiles),
+            "choices": [
+                {"way": way, "reason": why, "calls": calls} for (way, why), calls in sorted(self.choices.items())
+            ],
             "forwards": self.forwards,
             "support_bytes": self.support_bytes,
             "rows": self.rows,

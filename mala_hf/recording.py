@@ -81,7 +81,18 @@ class WorkReport:
             f"all: work {self.work_fraction:.1%}; tiles {', '.join(f'{m}x{n}' for m, n in tiles)}; {', '.join(impls)}"
             + (f"; {kept:,} bytes kept for backward" if kept else "")
         )
-        return "\n".join(lines)
+        return "\n".join(lines + self._choice_lines())
+
+    def _choice_lines(self) -> list[str]:
+        """How calls were computed and why, where there was something to choose."""
+        calls: dict[tuple[str, str], int] = {}
+        for work in self._by_name.values():
+            for choice, count in work.choices.items():
+                calls[choice] = calls.get(choice, 0) + count
+        ways = {way for way, _ in calls}
+        return (
+            [] if ways <= {"fused"} else [f"{way} {count} times: {why}" for (way, why), count in sorted(calls.items())]
+        )
 
 
 def _line(key: int | str, work: LayerWork) -> str:

@@ -28,6 +28,7 @@ from mala_hf import MalaConfig, mala_attention, record_work
 from mala_hf.perplexity import perplexity, using_implementation
 
 PROGRESS_LINES = 15  # per attention
+RULE = {"discovery": "fused"}  # what is compared is the rule, not the dense kernels that may stand in for it
 FIRST_STEPS = 3  # left out of the step time: kernels are compiled, memory is touched
 
 
@@ -54,7 +55,11 @@ class Attention:
 
     def of(self, model: Any) -> contextlib.AbstractContextManager:
         """Run ``model`` with this attention inside a ``with`` block."""
-        return mala_attention(model, **self.settings) if self.name == "mala" else using_implementation(model, self.name)
+        return (
+            mala_attention(model, **RULE | self.settings)
+            if self.name == "mala"
+            else using_implementation(model, self.name)
+        )
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,7 @@ def work_of(model: Any, windows: Tensor, attention: Attention, dtype: str) -> di
     """Share of post-score work of one forward in the precision of the training; at tau = 1 for an exact attention."""
     settings = attention.settings if attention.name == "mala" else {}
     autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
-    with mala_attention(model, **settings), record_work(model) as report, autocast:
+    with mala_attention(model, **RULE | settings), record_work(model) as report, autocast:
         model.eval()(windows.to(model.device), use_cache=False)
     counted = [layer for layer in report.layers.values() if not layer.is_dense]
     return {

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import transformers as hf
-from models import SMALL_TILE, logits, tiny, tokens
+from models import SMALL_TILE, attention, logits, tiny, tokens
 
 import mala_hf
 from mala_hf import MalaConfig
@@ -18,7 +18,9 @@ from mala_hf.ops import operators
 
 pytestmark = pytest.mark.transformers
 
-SETTINGS = MalaConfig(tau=0.5, layers={0: "sdpa", 1: 2.0}, tile=(4, 4), save_support=False, deterministic=True)
+SETTINGS = MalaConfig(
+    tau=0.5, layers={0: "sdpa", 1: 2.0}, tile=(4, 4), save_support=False, deterministic=True, discovery="fused"
+)
 BY_HEAD = MalaConfig(
     layers={
         "0-1": "sdpa",
@@ -64,6 +66,8 @@ BY_HEAD = MalaConfig(
         ({"tile": (64, 48)}, "tile"),
         ({"tile": (64, 64, 64)}, "tile"),
         ({"save_support": 1}, "save_support"),
+        ({"discovery": "fp8"}, "discovery"),
+        ({"discovery": None}, "discovery"),
         ({"deterministic": None}, "deterministic"),
         ({"kernel": "mala-flash-attn"}, "org/name"),
         ({"kernel": "org/name:function"}, "org/name"),
@@ -93,7 +97,7 @@ def test_an_unknown_setting_is_refused():
 
 def test_the_defaults_are_tau_one_everywhere():
     assert MalaConfig() == MalaConfig(
-        tau=1.0, layers={}, tile=None, save_support=None, deterministic=False, kernel=None
+        tau=1.0, layers={}, tile=None, save_support=None, deterministic=False, discovery="auto", kernel=None
     )
     assert MalaConfig().to_dict() == {"tau": 1.0}
     assert MalaConfig(layers=None) == MalaConfig()
@@ -171,6 +175,29 @@ def test_a_flag_written_by_hand_must_be_one(settings):
     model.config.mala = settings
     model.set_attn_implementation("mala")
     with pytest.raises(ValueError, match=next(iter(settings))):
+        model(tokens(1, 8))
+
+
+def test_discovery_reaches_the_kernels_of_a_prefill_and_leaves_decoding_alone(monkeypatch):
+    model, ids = mala_hf.patch_model(tiny("llama"), MalaConfig(discovery="dense")), tokens(1, 40)
+    with mala_hf.record_work(model) as report:
+        found = model.generate(ids, max_new_tokens=3, do_sample=False)
+    (dense, fused), rows = zip(*sorted(report.layers[0].choices.items()), strict=True)
+    assert dense == ("dense", "asked for; cpu")
+    assert fused[0] == "fused"
+    assert rows == (1, 2)  # the prompt; two steps
+    assert "dense 2 times: asked for" in str(report)
+    assert report.to_dict()["layers"][0]["choices"][0] == {"way": "dense", "reason": "asked for; cpu", "calls": 1}
+    with attention(model, "eager"):
+        assert model.generate(ids, max_new_tokens=3, do_sample=False).tolist() == found.tolist()
+
+
+def test_a_discovery_that_does_not_cover_a_layer_is_refused():
+    model = mala_hf.patch_model(tiny("llama"), MalaConfig(discovery="int8"))
+    with pytest.raises(ValueError, match="discovery='int8' does not cover impl='blockwise'"):
+        model(tokens(1, 8))
+    model.config.mala = {"discovery": "fp8"}
+    with pytest.raises(ValueError, match=r"config\.mala.*discovery"):
         model(tokens(1, 8))
 
 

@@ -53,7 +53,7 @@ def test_a_bfloat16_forward_is_as_close_to_float32_as_eager(family, kind):
     exact = logits(model, "mala", inputs, tau=0)[real]
     gpu = clone(model).cuda().bfloat16()
     with mala_hf.record_work(gpu) as report:
-        out = logits(gpu, "mala", on_gpu(inputs), tau=0).cpu()
+        out = logits(gpu, "mala", on_gpu(inputs), tau=0, discovery="fused").cpu()
     assert {impl for layer in report.layers.values() for impl in layer.impls} == {"triton"}
     error = (out[real] - exact).norm()
     baseline = (logits(gpu, "eager", on_gpu(inputs)).cpu() - logits(model, "eager", inputs))[real].norm()

@@ -268,6 +268,7 @@ def test_on_a_gpu_heads_do_what_a_whole_layer_does(head_dim, rows):
     heads = {"0-1": 8.0, "5-6": {"tau": 0, "window": 500}, -1: {"window": 64}}
     layer = Layer({"heads": heads})
     del layer.config.mala["tile"]
+    layer.config.mala["discovery"] = "fused"
     with mala_hf.record_work(layer) as report:
         out = hf.mala_attention_forward(layer, *leaves, None)[0]
     assert {impl for one in report.layers.values() for impl in one.impls} == {"triton"}

@@ -70,10 +70,20 @@ LAYERS = {
     "flash_attn_interface": {"checks", "interface", "kvcache", "packed_steps"},
     "hf_mask": set(),
     "hf_dense": {"hf_mask", "visibility"},
-    "hf_settings": set(),
+    "hf_settings": {"work"},
     "hf_heads": {"hf_settings", "work"},
     "hf_visible": {"hf_dense", "hf_mask"},
-    "hf": {"hf_dense", "hf_heads", "hf_mask", "hf_settings", "hf_visible", "interface", "packed_steps", "work"},
+    "hf": {
+        "decode_choice",
+        "hf_dense",
+        "hf_heads",
+        "hf_mask",
+        "hf_settings",
+        "hf_visible",
+        "interface",
+        "packed_steps",
+        "work",
+    },
     "__init__": {"flash_attn_interface", "interface", "kvcache", "support_reuse", "work"},
 }
 

@@ -34,6 +34,7 @@ def placed(checkpoint: Path, device: torch.device, **options: Any) -> Any:
 def results_of(model: Any, name: str) -> dict[str, Tensor]:
     """Logits and a weight's gradient, float32; greedy tokens after a prompt, and the logits that chose them."""
     model.set_attn_implementation(name)
+    model.config.mala = {"discovery": "fused"}  # a prompt this short would go to SDPA
     ids = runs_of_tokens(LENGTH, run=50).to(model.device)
     prompt = ids[:, :PROMPT]
     chosen = model.eval().generate(

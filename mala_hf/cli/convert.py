@@ -17,6 +17,7 @@ def add(commands: Any) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="folder, Hub name, GGUF file, or smollm2")
     parser.add_argument("output", metavar="OUT", help="new folder")
     parser.add_argument("--tau", type=float, metavar="T", help="of all layers (default: 1)")
+    parser.add_argument("--discovery", default="auto", metavar="D", help="auto, fused, int8 or dense (default: auto)")
     parser.add_argument("--search-tau", action="store_true", help="choose a tau for each layer under a budget:")
     parser.add_argument("--max-ppl-increase", type=float, metavar="X", help="nats per token (no budget named: 0.001)")
     parser.add_argument("--max-omitted-mass", type=float, metavar="X", help="mean of any layer, 0 to 1")
@@ -35,14 +36,13 @@ def run(options: argparse.Namespace) -> None:
     require_packages("demo", ("tqdm",))
     if options.ruler:
         require_packages("eval", ("numpy", "wonderwords"))
-    from ..config import MalaConfig
     from ..convert_bench import Evidence
     from ..convert_checkpoint import convert
 
     report = convert(
         options.checkpoint,
         options.output,
-        None if options.tau is None else MalaConfig(tau=options.tau),
+        settings_of(options),
         search=budget(options),
         evidence=Evidence(text=options.text, length=options.length, ruler_samples=options.ruler),
         auto_map=options.auto_map,
@@ -62,6 +62,15 @@ def run(options: argparse.Namespace) -> None:
         print(f"\nWritten: {options.output}")
 
 
+def settings_of(options: argparse.Namespace) -> Any:
+    """The settings of a model whose taus are not searched for; None where all are the defaults."""
+    from ..config import MalaConfig
+
+    if options.tau is None and options.discovery == "auto":
+        return None
+    return MalaConfig(tau=1.0 if options.tau is None else options.tau, discovery=options.discovery)
+
+
 def budget(options: argparse.Namespace) -> Any:
     """Return the search that was asked for, or None; ``ValueError`` for options that contradict one another."""
     from ..convert_search import TauSearch
@@ -74,6 +83,8 @@ def budget(options: argparse.Namespace) -> Any:
         return None
     if options.tau is not None:
         raise ValueError("--search-tau chooses the taus: leave out --tau")
+    if options.discovery != "auto":
+        raise ValueError("--search-tau chooses the settings: leave out --discovery")
     return TauSearch(**limits) if named else TauSearch()
 
 

@@ -13,8 +13,7 @@ from .checks import check_boundaries, check_flags, check_numbers
 from .query_tile import Settings
 from .tile_config import tile_config
 from .visibility import Sequences
-
-DISCOVERIES = ("auto", "fused", "int8", "dense")
+from .work import DISCOVERIES
 
 
 def settings_of(q, v, tau, causal, softmax_scale, window, softcap, tile, seqlen_q, seqlen_k) -> Settings:

@@ -3,8 +3,8 @@
 
 Transformers' names (query, key, value, scaling, attention_mask; heads before sequence) are left behind here. Transposes are views.
 A model's settings are the plain dict ``config.mala``: {"tau": 1.0, "layers": {"0": 0.5, "1": "sdpa", "2-": {"heads": {"0-3": 0.1},
-"window": 4096}}, "tile": [64, 64], "save_support": true, "deterministic": true, "kernel": "org/name"}, all optional; ``hf_settings``
-reads it. Whoever calls this adapter has chosen the kernel already.
+"window": 4096}}, "tile": [64, 64], "save_support": true, "deterministic": true, "discovery": "fused",
+"kernel": "org/name"}, all optional; ``hf_settings`` reads it. Whoever calls this adapter has chosen the kernel already.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Callable, Optional
 import torch
 from torch import Tensor
 
+from .decode_choice import MAX_TOKENS
 from .hf_dense import dense_attention
 from .hf_heads import HeadGroup, HeadWork, head_groups, head_share, put_together
 from .hf_mask import Visible
@@ -26,7 +27,7 @@ from .packed_steps import attend_packed
 from .work import Work
 
 # what the package mala_hf and a build of these kernels say to one another: kinds of masks, settings, what recorders are called with
-ADAPTER_VERSION = 3
+ADAPTER_VERSION = 4
 
 # keyword arguments that change what attention means, and that MALA does not have
 REFUSED = {
@@ -136,6 +137,10 @@ def _of_group(
         save_support=settings.save_support,
         deterministic=settings.deterministic,
     )
+    if settings.discovery != "auto" and not (
+        q.shape[1] <= MAX_TOKENS and q.shape[1] < k.shape[1]
+    ):  # a decode has one way
+        options["discovery"] = settings.discovery
     result = _mala(q, k, v, visible, options)
     return result if options["return_work"] else (result, None)
 

@@ -14,8 +14,10 @@ from typing import Optional, Union
 
 import torch
 
+from .work import DISCOVERIES
+
 DENSE = "sdpa"
-SETTINGS = ("tau", "layers", "tile", "save_support", "deterministic", "kernel")
+SETTINGS = ("tau", "layers", "tile", "save_support", "deterministic", "discovery", "kernel")
 HEAD_SETTINGS = ("tau", "window")
 LAYER_SETTINGS = (*HEAD_SETTINGS, "heads")
 GRAMMAR = 'an index such as 3 or -1, a range such as "2-5" or "2-", or "*"'
@@ -40,6 +42,7 @@ class LayerSettings:
     tile: Optional[tuple[int, int]] = None
     save_support: Optional[bool] = None
     deterministic: bool = False
+    discovery: str = "auto"
 
 
 def layer_settings(module) -> LayerSettings:
@@ -63,12 +66,25 @@ def _read(mala, index: Optional[int], num_layers: Optional[int]) -> LayerSetting
     layers, tile = mala.get("layers") or {}, mala.get("tile")
     if not isinstance(layers, dict) or not (tile is None or isinstance(tile, (list, tuple))):
         raise ValueError(f"layers must be a dict and tile a pair, got {layers!r} and {tile!r}")
+    discovery = read_discovery(mala.get("discovery", "auto"))
     owners = named(tuple(layers), num_layers, "layer")
     default = HeadSettings(read_tau(mala.get("tau", 1.0), "tau"))
     common, heads = read_layer(layers[owners[index]], default, index) if index in owners else (default, ())
     return LayerSettings(
-        common, heads, None if tile is None else tuple(tile), mala.get("save_support"), mala.get("deterministic", False)
+        common,
+        heads,
+        None if tile is None else tuple(tile),
+        mala.get("save_support"),
+        mala.get("deterministic", False),
+        discovery,
     )
+
+
+def read_discovery(discovery) -> str:
+    """``discovery``, if it is one of DISCOVERIES."""
+    if discovery not in DISCOVERIES:
+        raise ValueError(f"discovery must be one of {', '.join(DISCOVERIES)}, got {discovery!r}")
+    return discovery
 
 
 def read_layer(setting, default: HeadSettings, key) -> tuple[HeadSettings, tuple[tuple[Key, HeadSettings], ...]]:
@@ -85,9 +101,7 @@ def read_layer(setting, default: HeadSettings, key) -> tuple[HeadSettings, tuple
     return common, tuple((head, read_heads(own, f"{name}, heads[{head}]", common)) for head, own in heads.items())
 
 
-def read_heads(
-    setting, name: str, default: HeadSettings, allowed: tuple[str, ...] = HEAD_SETTINGS
-) -> HeadSettings:
+def read_heads(setting, name: str, default: HeadSettings, allowed: tuple[str, ...] = HEAD_SETTINGS) -> HeadSettings:
     """One setting, a tau, "sdpa", or a dict of those ``allowed``. ``name`` says in errors whose it is."""
     values = setting if isinstance(setting, dict) else {"tau": setting}
     unknown = [key for key in values if key not in allowed]

@@ -9,6 +9,7 @@ from typing import Optional
 from torch import Tensor
 
 NOT_VISIBLE, SKIPPED, RETAINED = 0, 1, 2
+DISCOVERIES = ("auto", "fused", "int8", "dense")  # how the tiles to retain may be found
 
 
 @dataclass(frozen=True)
