@@ -80,9 +80,9 @@ def test_training_on_its_loss_makes_the_indexer_find_what_attention_wants(layer,
     assert layer.loss.item() < 0.7 * first
 
 
-def test_the_dense_stage_attends_to_everything(layer, x):
+def test_a_budget_of_all_tokens_is_the_dense_stage(layer, x):
     sparse = layer(x)
-    layer.dense = True
+    layer.topk = 50
     q, k, v = layer.qkv(x).view(2, 50, 3, 2, 16).unbind(2)
     everything = torch.ones(50, 50, dtype=torch.bool).tril()
     assert_close(layer(x), layer.out(masked_attention(q, k, v, everything).flatten(2)))

@@ -3,9 +3,10 @@
 
     I[t, s] = sum_j w[t, j] * relu(<qi[t, j], ki[s]>)        index heads j; one index key for each token
 
-A query attends to its ``topk`` tokens of the largest I. Only a loss of its own trains the indexer, on inputs cut from the graph: the
-divergence, over the tokens that are attended to, between attention's probabilities summed over its heads and made to sum to 1, and the
-softmax of I. In a first, dense stage every token is attended to. Here attention has ordinary heads, not the latent ones of that model.
+A query attends to its ``topk`` tokens of the largest I: to all while it sees no more, as in the report's first, dense stage.
+Only a loss of its own trains the indexer, on inputs cut from the graph: the divergence, over the tokens that are attended to, between
+attention's probabilities summed over its heads and made to sum to 1, and the softmax of I. Attention here has ordinary heads, not the
+latent ones of that model.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def dsa_slots(seqlen: int, topk: int) -> float:
 
 
 class DSA(nn.Module):
-    """The layer. ``dense``, to be set from outside: the first stage, in which every token is attended to.
+    """The layer.
 
     loss_rows: queries of a step on which the indexer's loss is taken, drawn anew each time; its mean is that over all of them.
     """
@@ -107,7 +108,7 @@ class DSA(nn.Module):
         loss_rows: int = 512,
     ) -> None:
         super().__init__()
-        self.num_heads, self.topk, self.loss_rows, self.dense = num_heads, topk, loss_rows, False
+        self.num_heads, self.topk, self.loss_rows = num_heads, topk, loss_rows
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.out = nn.Linear(d_model, d_model)
         self.indexer = Indexer(d_model, index_heads, index_dim)
@@ -118,7 +119,7 @@ class DSA(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         seqlen = x.shape[1]
         qi, ki, w = self.indexer(x.detach())
-        selected = None if self.dense or seqlen <= self.topk else selected_tokens(qi, ki, w, self.topk)
+        selected = None if seqlen <= self.topk else selected_tokens(qi, ki, w, self.topk)
         if selected is None:
             out = full_attention(q, k, v)
         else:
