@@ -20,7 +20,7 @@ import torch
 from log_scaled_queries import log_scaled_queries
 from study_data import TRAIN, windows_of
 from torch import Tensor
-from training_runs import Attention, Curves, Windows, work_of
+from training_runs import RULE, Attention, Curves, Windows, work_of
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -101,7 +101,7 @@ class Plan:
     @property
     def settings(self) -> dict[str, Any]:
         """Fields of MalaConfig."""
-        return {} if self.tile is None else {"tile": list(self.tile)}
+        return RULE | ({} if self.tile is None else {"tile": list(self.tile)})
 
 
 class Measure(TrainerCallback):

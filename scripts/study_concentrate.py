@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -26,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from concentrate_runs import Arm, Plan, no_bar, run_arm
+from side_by_side import head_commit, on_gpu, run_side_by_side
 from stored_results import as_text
 from study_data import read_data, write_data
 from study_texts import DJANGO_DOCS, SQLALCHEMY_DOCS, read_sources
@@ -83,7 +82,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """What all arms share."""
-    on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
     return Plan(
         steps=options.steps,
         batch=options.batch,
@@ -92,7 +90,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         work_lengths=tuple(options.work_lengths),
         windows=options.windows,
         learning_rate=options.learning_rate,
-        dtype=options.dtype or ("bfloat16" if on_gpu else "float32"),
+        dtype=options.dtype or ("bfloat16" if on_gpu(options.device) else "float32"),
         tile=None if options.tile is None else tuple(options.tile),
         ruler_tasks=tuple(options.ruler_tasks),
         ruler_length=options.ruler_length,
@@ -168,29 +166,13 @@ def run_all(options: argparse.Namespace) -> None:
     arms = [Arm.parse(label) for label in options.arms]
     if len({arm.folder for arm in arms}) < len(arms):
         raise ValueError(f"each arm once, got {' '.join(options.arms)}")
-    plan, began = plan_of(options), time.monotonic()
+    plan = plan_of(options)
     _, _, about = read_data(options.data)
-    on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
-    if on_gpu and torch.cuda.device_count() > 1:
-        raise ValueError("several GPUs are visible and one is used: set CUDA_VISIBLE_DEVICES")
-    jobs = options.jobs or (len(arms) if on_gpu else 1)
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    waiting, running, failed = list(arms), {}, []
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            arm = waiting.pop(0)
-            left = options.budget_seconds - (time.monotonic() - began)
-            command = [sys.executable, __file__, *sys.argv[1:], "--only", arm.label, "--budget-seconds", str(left)]
-            running[arm.label] = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads} | os.environ)
-        for label, process in list(running.items()):
-            if process.poll() is not None:
-                del running[label]
-                failed += [label] if process.returncode else []
-        time.sleep(0.2)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=sys.path[0], capture_output=True, text=True).stdout.strip()
+    jobs = options.jobs or (len(arms) if on_gpu(options.device) else 1)
+    failed = run_side_by_side(__file__, sys.argv[1:], [arm.label for arm in arms], jobs, options.budget_seconds)
     results = [options.state / arm.folder / RESULT for arm in arms]
     found = [json.loads(path.read_text("utf-8")) for path in results if path.exists()]
-    write_results(options, plan, about, found, options.commit or head)
+    write_results(options, plan, about, found, options.commit or head_commit())
     for run in found:
         print(line_of(run), flush=True)
     if failed:

@@ -61,6 +61,7 @@ SQLALCHEMY = Archive(
 CHANGELOGS = "doc/build/changelog/*"
 DJANGO_DOCS = Source("Django 5.2, manual", "BSD-3-Clause", DJANGO, "docs/*.txt")
 DJANGO_CODE = Source("Django 5.2, source", "BSD-3-Clause", DJANGO, "django/*.py", ("django/conf/locale/*",))
+DJANGO_TESTS = Source("Django 5.2, tests", "BSD-3-Clause", DJANGO, "tests/*.py")
 SQLALCHEMY_DOCS = Source("SQLAlchemy 2.0.40, manual", "MIT", SQLALCHEMY, "doc/build/*.rst", (CHANGELOGS,))
 SQLALCHEMY_CODE = Source("SQLAlchemy 2.0.40, source", "MIT", SQLALCHEMY, "lib/sqlalchemy/*.py")
 SQLALCHEMY_CHANGELOGS = Source("SQLAlchemy 2.0.40, changes", "MIT", SQLALCHEMY, CHANGELOGS)
