@@ -70,6 +70,7 @@ HOPPER = [
     Case(seqlen_q=640, tile=(64, 128), window=(200, -1), softcap=20.0, sinks="learned", head_dim=96),
     Case(seqlen_q=640, tile=(64, 64), window=(200, 50), causal=False, head_dim=192, v_head_dim=128),
 ]
+HOPPER += [case.with_(tau=0.0) for case in HOPPER]  # without a report of work: no vote at all
 
 
 @pytest.mark.skipif(not is_hopper(), reason="the Hopper kernel needs compute capability 9.0 and Triton 3.6")

@@ -4,7 +4,7 @@
 In portable Triton all warps of a program wait for a score product, judge it and vote together, and the tensor cores idle
 meanwhile. Here each of two warpgroups owns a query tile of BLOCK_M rows and votes alone: while one judges, the other's product
 runs, and one vote settles two key tiles where both are skipped. A third warp brings key tiles through a ring of STAGES buffers; a
-value tile is fetched by the warpgroup that retains it. Same tiles, same order and same rule functions as
+value tile is fetched by the warpgroup that retains it. With CAN_SKIP False there is no vote at all (``forward_hopper_all.py``). Same tiles, same order and same rule functions as
 ``forward_kernel.py``, hence the same retained set.
 
 ``forward_hopper_launch.py`` says which calls it covers; the portable kernel takes all others.
@@ -18,10 +18,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from .forward_hopper_all import attend_all_tiles
+from .hopper_steps import LOG2_E, judge, load_tiles, start_scores
 from .rule import FORWARD_SLACK, is_any, is_tile_retained, limit_of, log2_threshold, online_softmax_step, reaches_limit
 from .support import set_bit
 
-LOG2_E = gl.constexpr(math.log2(math.e))
 LN_2 = gl.constexpr(math.log(2.0))
 # fmt: off
 RUNTIME_VALUES = [
@@ -31,40 +32,6 @@ RUNTIME_VALUES = [
     "scale_log2", "softcap_log2", "tau",
 ]
 # fmt: on
-
-
-@gluon.jit
-def _load_keys(
-    k_desc, k_ring, k_ready, k_free, batch, kv_head, first, last, STAGES: gl.constexpr, BLOCK_N: gl.constexpr
-):
-    """The loading warp: key tiles last - 1 down to first, each into the next ring buffer once both warpgroups are done with it."""
-    for tile in range(last - first):
-        stage = tile % STAGES
-        mbarrier.wait(k_free.index(stage), ((tile // STAGES) & 1) ^ 1)
-        mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
-        row = (last - 1 - tile) * BLOCK_N
-        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, row, 0], k_ready.index(stage), k_ring.index(stage))
-
-
-@gluon.jit
-def _judge(scores, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right,
-           scale_log2, softcap_log2, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-           HAS_SOFTCAP: gl.constexpr):  # fmt: skip
-    """Scores with softcap and mask applied, and their row maximum in log2 units."""
-    start_n = index * BLOCK_N
-    to_log2 = scale_log2
-    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
-        scores = softcap_log2 * (1.0 - 2.0 / (gl.exp2(scores * (2.0 * LOG2_E * scale_log2 / softcap_log2)) + 1.0))
-        to_log2 = 1.0
-    if (start_n < whole_low) | (start_n + BLOCK_N > whole_high):
-        keys = start_n + offs_n
-        legal = (keys < seqlen_k)[None, :] & row_exists[:, None]
-        if HAS_LEFT:
-            legal &= keys[None, :] >= position[:, None] - window_left
-        if HAS_RIGHT:
-            legal &= keys[None, :] <= position[:, None] + window_right
-        scores = gl.where(legal, scores, float("-inf"))
-    return scores, gl.max(scores, 1) * to_log2
 
 
 @gluon.jit
@@ -113,25 +80,15 @@ def _allocate(scores, tile_max, index, q_tile_exists, v_desc, v_smem, v_ready, v
 
 
 @gluon.jit
-def _start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                  k_layout: gl.constexpr):  # fmt: skip
-    """Start the (BLOCK_M, BLOCK_N) product of the ``tile``-th visited key tile."""
-    stage = tile % STAGES
-    mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
-    k_tile = k_ring.index(stage)._reinterpret(k_ring.dtype, [BLOCK_N, BLOCK_D], k_layout)
-    return warpgroup_mma(q_smem, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-                 q_block, v_buffers, q_ready, k_ready, k_free, v_ready,
+                 q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
                  stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
                  batch, head, kv_head, q_tile_index, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
                  window_left, window_right, scale_log2, softcap_log2, tau,
                  V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                  BLOCK_DV: gl.constexpr, STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr,
                  HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr,
-                 SAVE_SUPPORT: gl.constexpr):  # fmt: skip
+                 SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr):  # fmt: skip
     """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first."""
     dtype: gl.constexpr = k_ring.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -183,46 +140,53 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
 
     mbarrier.wait(q_ready.index(warpgroup), 0)
     q_smem = q_smem._reinterpret(dtype, [BLOCK_M, BLOCK_D], q_layout)
-    v_smem = v_buffers.index(warpgroup)
-    count = last - first
-    if count % 2 == 1:
-        near = _start_scores(q_smem, k_ring, k_ready, zeros, 0, STAGES, BLOCK_N, BLOCK_D, k_layout)
-        near = warpgroup_mma_wait(0, deps=[near])
-        mbarrier.arrive(k_free.index(0), count=1)
-        near, near_max = _judge(
-            near, last - 1, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
-            softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
-        v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
-            near, near_max, last - 1, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
-            tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
-            window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
-            SAVE_SUPPORT)  # fmt: skip
-    for tile in range(count % 2, count, 2):
-        near = _start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
-        far = _start_scores(q_smem, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
-        index = last - 1 - tile
-        near = warpgroup_mma_wait(1, deps=[near])
-        mbarrier.arrive(k_free.index(tile % STAGES), count=1)
-        near, near_max = _judge(
-            near, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
-            softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
-        far = warpgroup_mma_wait(0, deps=[far])
-        mbarrier.arrive(k_free.index((tile + 1) % STAGES), count=1)
-        far, far_max = _judge(
-            far, index - 1, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
-            softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
-        # where both are skipped the limit stands still between them, so one vote settles both
-        if is_any(reaches_limit(near_max, limit) | reaches_limit(far_max, limit)) | RETURN_WORK:
+    if CAN_SKIP:
+        v_smem = v_buffers.index(warpgroup)
+        count = last - first
+        if count % 2 == 1:
+            near = start_scores(q_smem, k_ring, k_ready, zeros, 0, STAGES, BLOCK_N, BLOCK_D, k_layout)
+            near = warpgroup_mma_wait(0, deps=[near])
+            mbarrier.arrive(k_free.index(0), count=1)
+            near, near_max = judge(
+                near, last - 1, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+                softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
             v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
-                near, near_max, index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
+                near, near_max, last - 1, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
                 tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
                 window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
                 SAVE_SUPPORT)  # fmt: skip
-            v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
-                far, far_max, index - 1, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
-                tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
-                window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
-                SAVE_SUPPORT)  # fmt: skip
+        for tile in range(count % 2, count, 2):
+            near = start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
+            far = start_scores(q_smem, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
+            index = last - 1 - tile
+            near = warpgroup_mma_wait(1, deps=[near])
+            mbarrier.arrive(k_free.index(tile % STAGES), count=1)
+            near, near_max = judge(
+                near, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+                softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+            far = warpgroup_mma_wait(0, deps=[far])
+            mbarrier.arrive(k_free.index((tile + 1) % STAGES), count=1)
+            far, far_max = judge(
+                far, index - 1, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+                softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+            # where both are skipped the limit stands still between them, so one vote settles both
+            if is_any(reaches_limit(near_max, limit) | reaches_limit(far_max, limit)) | RETURN_WORK:
+                v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
+                    near, near_max, index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
+                    tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
+                    window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
+                    SAVE_SUPPORT)  # fmt: skip
+                v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
+                    far, far_max, index - 1, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
+                    tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
+                    window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
+                    SAVE_SUPPORT)  # fmt: skip
+    else:
+        row_max, row_sum, acc = attend_all_tiles(
+            q_smem, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, first, last, gl.min(row_low, 0), gl.max(row_high, 0),
+            offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2, softcap_log2,
+            row_max, row_sum, acc, zeros, STAGES, BLOCK_N, BLOCK_D, BLOCK_DV, k_layout, v_layout, HAS_LEFT, HAS_RIGHT,
+            HAS_SOFTCAP)  # fmt: skip
 
     if HAS_SINKS:  # joins the normalizer after the last tile
         sink_log2 = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
@@ -256,7 +220,7 @@ def mala_forward_hopper_kernel(
     q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, num_kv_groups, window_left, window_right, scale_log2, softcap_log2, tau,
     V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr,
+    HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr,
 ):  # fmt: skip
     """Two neighbouring query tiles of one head; seqlen_q counts rows from q_begin, the first row that sees a key."""
     program = gl.program_id(0)
@@ -284,31 +248,34 @@ def mala_forward_hopper_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=2)
     for warpgroup in gl.static_range(2):
         mbarrier.init(q_ready.index(warpgroup), count=1)
         mbarrier.init(v_ready.index(warpgroup), count=1)
+        mbarrier.init(v_free.index(warpgroup), count=2)
 
     near: gl.constexpr = 1  # the later rows
     far: gl.constexpr = 0
     gl.warp_specialize([
         (_attend_rows, (near, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready,
+                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
                         stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
                         support_rows, support_words, batch, head, kv_head, pair * 2 + 1,
                         first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, window_left,
                         window_right, scale_log2, softcap_log2, tau,
                         V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
-                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT)),
+                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP)),
         (_attend_rows, (far, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready,
+                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
                         stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
                         support_rows, support_words, batch, head, kv_head, pair * 2,
                         first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, window_left,
                         window_right, scale_log2, softcap_log2, tau,
                         V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
-                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT)),
-        (_load_keys, (k_desc, k_ring, k_ready, k_free, batch, kv_head, first, last, STAGES, BLOCK_N)),
+                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP)),
+        (load_tiles, (k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, batch, kv_head, first, last, STAGES,
+                      BLOCK_N, CAN_SKIP)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -113,5 +113,6 @@ def launch_forward_hopper(
             HAS_SINKS=sinks is not None,
             RETURN_WORK=tiles is not None,
             SAVE_SUPPORT=support is not None,
+            CAN_SKIP=settings.tau > 0 or tiles is not None or support is not None,
             num_warps=4,
         )

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper forward where no tile can be skipped (tau = 0): no vote, and no wait for values.
+
+Both warpgroups read the same value tiles, which the loading warp brings ahead of time; the next score product runs while the last
+one's scores become probabilities.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .hopper_steps import judge, start_scores
+from .rule import online_softmax_step
+
+
+@gluon.jit
+def _pass_by(k_ready, k_free, v_ready, v_free, begin, end, STAGES: gl.constexpr):
+    """Tiles of the other warpgroup alone: visited, not read."""
+    for tile in range(begin, end):
+        mbarrier.wait(k_ready.index(tile % STAGES), (tile // STAGES) & 1)
+        mbarrier.arrive(k_free.index(tile % STAGES), count=1)
+        mbarrier.wait(v_ready.index(tile % 2), (tile // 2) & 1)
+        mbarrier.arrive(v_free.index(tile % 2), count=1)
+
+
+@gluon.jit
+def _start_values(scores, tile, last, v_buffers, v_ready, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left,
+                  window_right, scale_log2, softcap_log2, row_max, row_sum, acc, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
+                  v_layout: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr):  # fmt: skip
+    """The softmax step of a visited tile, as in ``tile_steps.py``, and its product with the values under way."""
+    acc_layout: gl.constexpr = acc.type.layout
+    to_log2 = scale_log2
+    if HAS_SOFTCAP:
+        to_log2 = 1.0
+    scores, tile_max = judge(
+        scores, last - 1 - tile, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right,
+        scale_log2, softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+    p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, True)
+    p = gl.convert_layout(p.to(v_buffers.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    acc *= gl.convert_layout(decay, gl.SliceLayout(1, acc_layout))[:, None]
+    mbarrier.wait(v_ready.index(tile % 2), (tile // 2) & 1)
+    v_tile = v_buffers.index(tile % 2)._reinterpret(v_buffers.dtype, [BLOCK_N, BLOCK_DV], v_layout)
+    return warpgroup_mma(p, v_tile, acc, is_async=True), row_max, row_sum
+
+
+@gluon.jit
+def attend_all_tiles(
+    q_smem, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, first, last, low, high,
+    offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2, softcap_log2,
+    row_max, row_sum, acc, zeros, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    k_layout: gl.constexpr, v_layout: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """row_max, row_sum, acc after key tiles last - 1 down to first, of which this warpgroup's rows see keys low to high - 1."""
+    count = last - first
+    begin = gl.minimum(gl.maximum(last - gl.cdiv(gl.maximum(high, 0), BLOCK_N), 0), count)
+    end = gl.maximum(gl.minimum(last - low // BLOCK_N, count), begin)
+    _pass_by(k_ready, k_free, v_ready, v_free, 0, begin, STAGES)
+    if begin < end:
+        scores = start_scores(q_smem, k_ring, k_ready, zeros, begin, STAGES, BLOCK_N, BLOCK_D, k_layout)
+        for tile in range(begin, end - 1):
+            found = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(k_free.index(tile % STAGES), count=1)
+            scores = start_scores(q_smem, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
+            product, row_max, row_sum = _start_values(
+                found, tile, last, v_buffers, v_ready, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left,
+                window_right, scale_log2, softcap_log2, row_max, row_sum, acc, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
+                HAS_SOFTCAP)  # fmt: skip
+            acc = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(v_free.index(tile % 2), count=1)
+        found = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_free.index((end - 1) % STAGES), count=1)
+        product, row_max, row_sum = _start_values(
+            found, end - 1, last, v_buffers, v_ready, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left,
+            window_right, scale_log2, softcap_log2, row_max, row_sum, acc, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
+            HAS_SOFTCAP)  # fmt: skip
+        acc = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(v_free.index((end - 1) % 2), count=1)
+    _pass_by(k_ready, k_free, v_ready, v_free, end, count, STAGES)
+    return row_max, row_sum, acc

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of the Hopper forward: tiles into shared memory, a score product under way, scores with their row maximum."""
+
+from __future__ import annotations
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+
+LOG2_E = gl.constexpr(math.log2(math.e))
+
+
+@gluon.jit
+def load_tiles(
+    k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, batch, kv_head, first, last, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, CAN_SKIP: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: key tiles last - 1 down to first, each into the next ring buffer once both warpgroups are done with it.
+
+    Values too where none can be skipped (CAN_SKIP False): both warpgroups read the same.
+    """
+    for tile in range(last - first):
+        stage = tile % STAGES
+        row = (last - 1 - tile) * BLOCK_N
+        mbarrier.wait(k_free.index(stage), ((tile // STAGES) & 1) ^ 1)
+        mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, row, 0], k_ready.index(stage), k_ring.index(stage))
+        if not CAN_SKIP:
+            mbarrier.wait(v_free.index(tile % 2), ((tile // 2) & 1) ^ 1)
+            mbarrier.expect(v_ready.index(tile % 2), v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_desc, [batch, kv_head, row, 0], v_ready.index(tile % 2), v_buffers.index(tile % 2))
+
+
+@gluon.jit
+def start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+                  k_layout: gl.constexpr):  # fmt: skip
+    """Start the (BLOCK_M, BLOCK_N) product of the ``tile``-th visited key tile."""
+    stage = tile % STAGES
+    mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
+    k_tile = k_ring.index(stage)._reinterpret(k_ring.dtype, [BLOCK_N, BLOCK_D], k_layout)
+    return warpgroup_mma(q_smem, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def judge(scores, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right,
+           scale_log2, softcap_log2, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+           HAS_SOFTCAP: gl.constexpr):  # fmt: skip
+    """Scores with softcap and mask applied, and their row maximum in log2 units."""
+    start_n = index * BLOCK_N
+    to_log2 = scale_log2
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
+        scores = softcap_log2 * (1.0 - 2.0 / (gl.exp2(scores * (2.0 * LOG2_E * scale_log2 / softcap_log2)) + 1.0))
+        to_log2 = 1.0
+    if (start_n < whole_low) | (start_n + BLOCK_N > whole_high):
+        keys = start_n + offs_n
+        legal = (keys < seqlen_k)[None, :] & row_exists[:, None]
+        if HAS_LEFT:
+            legal &= keys[None, :] >= position[:, None] - window_left
+        if HAS_RIGHT:
+            legal &= keys[None, :] <= position[:, None] + window_right
+        scores = gl.where(legal, scores, float("-inf"))
+    return scores, gl.max(scores, 1) * to_log2
