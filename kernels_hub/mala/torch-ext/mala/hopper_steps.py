@@ -30,7 +30,9 @@ def load_tiles(
         if not CAN_SKIP:
             mbarrier.wait(v_free.index(tile % 2), ((tile // 2) & 1) ^ 1)
             mbarrier.expect(v_ready.index(tile % 2), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, [batch, kv_head, row, 0], v_ready.index(tile % 2), v_buffers.index(tile % 2))
+            tma.async_copy_global_to_shared(
+                v_desc, [batch, kv_head, row, 0], v_ready.index(tile % 2), v_buffers.index(tile % 2)
+            )
 
 
 @gluon.jit
