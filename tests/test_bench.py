@@ -22,7 +22,7 @@ from mala_hf.bench.gate import check, full_attention, relative_error
 from mala_hf.bench.generate import measure_generate
 from mala_hf.bench.runner import run_rows
 from mala_hf.bench.tables import row_lines
-from mala_hf.bench.workload import Workload, measured_slots, workloads_of
+from mala_hf.bench.workload import Workload, measured_slots, workload_of, workloads_of
 from mala_hf.cli import main
 from mala_hf.ops import mala_attn_func
 from mala_hf.workloads import captured_inputs, peaked_inputs
@@ -229,10 +229,13 @@ def test_a_row_of_the_backward_times_both_forms_and_a_wrong_baseline_has_no_time
     row = measure_backward(
         Workload(200, 100.0, **SMALL), {"dense": dense, "wrong": lambda q, k, v: -dense(q, k, v)}, CPU, 1.0
     )
-    for name in ("mala", "mala_state_only", "dense"):
+    for name in ("mala", "mala_state_only", "mala_auto", "dense"):
         assert max(row[name]["relative_errors"]) < 0.03
         assert row[name]["forward_and_backward_ms"] > 0
     assert row["mala"]["speedup_over_dense"] > 0
+    ratio = row["dense"]["forward_and_backward_ms"] / row["mala"]["forward_and_backward_ms"]
+    assert row["mala"]["step_speedup_over_dense"] == ratio
+    assert "step_speedup_over_dense" not in row["dense"]
     assert set(row["wrong"]) == {"failed"}
 
 
@@ -278,6 +281,21 @@ def test_the_command_prints_a_table_for_each_length_and_writes_json(mode, capsys
     assert "sdpa_flash" in printed.out
 
 
+def test_shapes_are_rows_beside_a_capture(capsys, tmp_path):
+    heads = {"q": 3, "k": 1, "v": 1}
+    save_file({name: torch.randn(count, 60, 16) for name, count in heads.items()}, tmp_path / "x.safetensors")
+    shapes = ["4,2,32,200,100", "6,2,16,150,flat", "4,2,32,256,100:0.5"]
+    code, printed = run(["--shapes", *shapes, "--captured", str(tmp_path / "x.safetensors"), "--json"], capsys)
+    assert code == 0
+    rows = json.loads(printed.out)["rows"]
+    assert [(row["seqlen"], row["num_heads"], row["head_dim"], row["flat_heads"]) for row in rows] == [
+        (200, 4, 32, 0), (150, 6, 16, 6), (256, 4, 32, 2), (60, 3, 16, 0)
+    ]  # fmt: skip
+    for row in rows:
+        assert row["mala_auto"]["choices"] == ["fused: nothing else covers the call"]
+        assert row["mala_auto"]["eager_speedup_over_best_dense"] > 0
+
+
 def test_json_is_one_object_on_stdout(capsys):
     code, printed = run(["--captured", str(CAPTURED), "--lengths", "256", "--json"], capsys)
     assert code == 0
@@ -290,7 +308,11 @@ def test_json_is_one_object_on_stdout(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shapes", "1,2,1,64"], "belong to --decode"),
+        (["--generate", "model"], "belongs to --decode"),
+        (["--shapes", "1,2,1,64"], "a shape is Q,KV,D,LENGTH,SLOTS"),
+        (["--shapes", "4,2,32,100,0"], "slots must be above 0"),
+        (["--shapes", "4,2,32,100,50", "--slots", "100"], "leave out --head-dim, --slots"),
+        (["--shapes", "4,2,32,100,50", "--lengths", "100"], "leave out --heads and --lengths"),
         (["--lengths", "64", "--heads", "3", "2"], "2 KV heads do not divide 3 query heads"),
         (["--lengths", "0"], "at least 1"),
         (["--flat-share", "2"], "between 0 and 1"),
@@ -318,6 +340,19 @@ def test_the_scripts_are_the_command(name, capsys, monkeypatch):
         runpy.run_path(str(ROOT / "scripts" / f"bench_{name}.py"), run_name="__main__")
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("usage: mala-hf bench ")
+
+
+def test_the_operators_script_asks_for_every_row_of_the_page_unless_rows_are_named():
+    script = runpy.run_path(str(ROOT / "scripts" / "bench_operator.py"))
+    for given in ([], ["--backward"]):
+        command = script["arguments"]([*given, "--output", "x.json"])
+        end = command.index("--captured")
+        rows = [workload_of(shape) for shape in command[command.index("--shapes") + 1 : end]]
+        assert {(row.num_heads, row.head_dim) for row in rows} >= {(16, 128), (16, 64), (32, 128)}
+        assert any(row.slots is None for row in rows)
+        assert min(row.seqlen for row in rows) < 2048 < max(row.seqlen for row in rows)
+        assert command[-2:] == ["--output", "x.json"]
+    assert script["arguments"](["--lengths", "8192"]) == ["bench", "--lengths", "8192"]
 
 
 def test_generate_counts_tokens_after_the_prompt(tmp_path):

@@ -22,7 +22,8 @@ from .workload import Workload, copies_of, described
 Gradients = tuple[Tensor, Tensor, Tensor]
 FORMS: dict[str, Attention] = {
     "mala": functools.partial(mala_attn_func, causal=True, save_support=True),
-    "mala_state_only": functools.partial(mala_attn_func, causal=True, save_support=False),
+    "mala_state_only": functools.partial(mala_attn_func, causal=True, save_support=False, discovery="fused"),
+    "mala_auto": functools.partial(mala_attn_func, causal=True),  # its steps are eager: the forward chooses
 }
 
 
@@ -71,7 +72,7 @@ def measure_backward(
     for one in copies:
         for x in (one.q, one.k, one.v):
             x.requires_grad_()
-    out, work = mala_attn_func(inputs.q, inputs.k, inputs.v, causal=True, return_work=True)
+    out, work = mala_attn_func(inputs.q, inputs.k, inputs.v, causal=True, save_support=True, return_work=True)
     row = {
         **described(workload, inputs),
         "key_slots_per_query": work.key_slots_per_query.mean().item(),

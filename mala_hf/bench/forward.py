@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 from ..ops import mala_attn_func
+from ..ops.discover_choice import choose
+from ..ops.query_tile import Settings
+from ..ops.visibility import fixed_sequences
+from ..workloads import Inputs
 from .baselines import Attention
 from .gate import check, full_attention, relative_error
 from .rows import add_baselines, add_speedups
@@ -19,8 +23,8 @@ mala = functools.partial(mala_attn_func, causal=True)
 FORMS: dict[str, Attention] = {
     "mala": functools.partial(mala, discovery="fused"),
     "mala_int8": functools.partial(mala, discovery="int8"),
-    "mala_auto": mala,  # fused in a CUDA graph, so its eager time is the one that tells
-    "mala_tau0": functools.partial(mala, tau=0.0),
+    "mala_auto": mala,  # in a CUDA graph lengths alone decide, so at length its eager time is the one that tells
+    "mala_tau0": functools.partial(mala, tau=0.0, discovery="fused"),
 }
 
 
@@ -37,7 +41,7 @@ def measure_forward(
     Raises ``RuntimeError`` where MALA is wrong; a baseline that fails says why in its place.
     """
     inputs = workload.inputs(device)
-    _, work = mala(inputs.q, inputs.k, inputs.v, return_work=True)
+    _, work = mala(inputs.q, inputs.k, inputs.v, discovery="fused", return_work=True)
     row = {
         **described(workload, inputs),
         "key_slots_per_query": work.key_slots_per_query.mean().item(),
@@ -63,4 +67,14 @@ def measure_forward(
     row |= {name: measured(name, attention) for name, attention in ours.items()}
     add_baselines(row, baselines, measured)
     add_speedups(row, [name for name in ours if name != "mala_tau0"], baselines)
+    row["mala_auto"]["choices"] = choices_for(inputs, work.tile)
     return row
+
+
+def choices_for(inputs: Inputs, tile: tuple[int, int]) -> list[str]:
+    """What discovery="auto" does with these inputs in an eager call, and why."""
+    length, head_dim = inputs.q.shape[1], inputs.q.shape[3]
+    settings = Settings(1.0, head_dim**-0.5, (-1, 0), 0.0, tile)
+    may_be = ("fused", "int8", "dense") if inputs.q.is_cuda else ("fused",)
+    sequences = fixed_sequences(inputs.q.shape[0], length, length, 0)
+    return [str(choice) for choice in choose(inputs.q, inputs.k, settings, sequences, may_be)]

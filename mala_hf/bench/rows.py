@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from .baselines import SPARSE, Attention, reason
@@ -22,8 +22,12 @@ def add_baselines(row: Row, baselines: dict[str, Attention], measured: Callable[
     row["best_dense"] = min(dense, key=lambda name: row[name]["median_ms"], default=None)
 
 
-def add_speedups(row: Row, ours: Iterable[str], baselines: Iterable[str]) -> None:
-    """In each of our columns, how many times faster it is: ``speedup_over_cudnn`` and so on, and ``speedup_over_best_dense``."""
+def add_speedups(row: Row, ours: Iterable[str], baselines: Collection[str]) -> None:
+    """In each of our columns, how many times faster it is: ``speedup_over_cudnn`` and so on, and ``speedup_over_best_dense``.
+
+    ``eager_speedup_over_best_dense`` compares eager calls with the best eager ones. Of a backward also ``step_speedup_over_cudnn``
+    and so on: forward and backward together.
+    """
     others = {f"speedup_over_{name.removeprefix('sdpa_')}": row[name] for name in baselines}
     if row["best_dense"]:
         others["speedup_over_best_dense"] = row[row["best_dense"]]
@@ -32,4 +36,12 @@ def add_speedups(row: Row, ours: Iterable[str], baselines: Iterable[str]) -> Non
             label: other["median_ms"] / row[name]["median_ms"]
             for label, other in others.items()
             if "median_ms" in other
+        }
+        eager = [row[other]["eager_ms"] for other in baselines if other not in SPARSE and "eager_ms" in row[other]]
+        if eager and "eager_ms" in row[name]:
+            row[name]["eager_speedup_over_best_dense"] = min(eager) / row[name]["eager_ms"]
+        row[name] |= {
+            f"step_{label}": other["forward_and_backward_ms"] / row[name]["forward_and_backward_ms"]
+            for label, other in others.items()
+            if "forward_and_backward_ms" in other
         }

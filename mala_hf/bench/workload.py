@@ -39,7 +39,9 @@ class Workload:
     def name(self) -> str:
         """Says in a line what it is."""
         aim = "" if self.slots is None else f", {self.slots:g} slots"
-        return f"{self.seqlen or 'all'} tokens{aim}"
+        flat = f", {self.flat_share:g} flat" if self.flat_share else ""
+        heads = f", {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}" if self.captured is None else ""
+        return f"{self.seqlen or 'all'} tokens{aim}{flat}{heads}"
 
     def inputs(self, device: torch.device) -> Inputs:
         """The tensors, bfloat16 on a GPU and float32 on the CPU."""
@@ -66,6 +68,24 @@ def workloads_of(
     return [Workload(length, aim, flat_share=flat_share, **shape) for length in lengths for aim in aims]
 
 
+def workload_of(shape: str) -> Workload:
+    """The workload of ``Q,KV,D,LENGTH,SLOTS``: query heads, KV heads, head_dim, tokens, and retained slots to aim at, or ``flat``.
+
+    ``SLOTS:SHARE`` makes a share of the KV heads flat. Raises ``ValueError`` for anything else.
+    """
+    try:
+        *sizes, aim = shape.split(",")
+        num_heads, num_kv_heads, head_dim, seqlen = map(int, sizes)
+        slots, _, share = aim.partition(":")
+        flat_share = 1.0 if slots == "flat" else float(share or 0)
+        goal = None if slots == "flat" else float(slots)
+    except ValueError:
+        raise ValueError(f"a shape is Q,KV,D,LENGTH,SLOTS, SLOTS a number, number:share or flat, got {shape}") from None
+    if goal is not None and not goal > 0:
+        raise ValueError(f"slots must be above 0, got {shape}")
+    return Workload(seqlen, goal, num_heads, num_kv_heads, head_dim, flat_share)
+
+
 def bench_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 on a GPU, float32 on the CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -73,7 +93,7 @@ def bench_dtype(device: torch.device) -> torch.dtype:
 
 def measured_slots(inputs: Inputs) -> float:
     """Retained key slots per query, mean over the heads that are not flat."""
-    _, work = mala_attn_func(inputs.q, inputs.k, inputs.v, causal=True, return_work=True)
+    _, work = mala_attn_func(inputs.q, inputs.k, inputs.v, causal=True, discovery="fused", return_work=True)
     return work.key_slots_per_query[:, inputs.flat_heads :].mean().item()
 
 

@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--slots", type=float, nargs="+", metavar="N", help="retained per query to aim at")
     parser.add_argument("--heads", type=int, nargs=2, metavar=("Q", "KV"), help="default: 16 8")
     parser.add_argument("--head-dim", type=int, metavar="N", help="default: 128")
-    parser.add_argument("--shapes", nargs="+", metavar="S", help="for --decode: B,Q,KV,CONTEXT (see the docs)")
+    parser.add_argument("--shapes", nargs="+", metavar="S", help="Q,KV,D,LENGTH,SLOTS; --decode: B,Q,KV,CONTEXT")
     parser.add_argument("--flat-share", type=float, default=0.0, metavar="X", help="of the heads; 1: worst case")
     parser.add_argument("--captured", type=Path, metavar="FILE", help="safetensors with q, k, v, instead")
     parser.add_argument("--baselines", nargs="*", metavar="B", help="default: all that are here")
@@ -75,12 +75,20 @@ def run(options: argparse.Namespace) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise ``ValueError`` for options that do not go together, and for numbers that mean nothing."""
-    if not options.decode and (options.shapes or options.generate):
-        raise ValueError("--shapes and --generate belong to --decode")
+    if not options.decode and options.generate:
+        raise ValueError("--generate belongs to --decode")
     if options.shapes and (options.lengths or options.heads):
         raise ValueError("a shape of --shapes has its heads and its length: leave out --heads and --lengths")
+    if options.shapes and not options.decode and (options.slots or options.flat_share or options.head_dim is not None):
+        raise ValueError(
+            "a shape of --shapes has its head_dim and its slots: leave out --head-dim, --slots and --flat-share"
+        )
     if options.captured and (
-        options.shapes or options.heads or options.head_dim is not None or options.slots or options.flat_share
+        (options.shapes and options.decode)
+        or options.heads
+        or options.head_dim is not None
+        or options.slots
+        or options.flat_share
     ):
         raise ValueError("captured q, k, v are as they are: --captured takes --lengths, and nothing else of the inputs")
     for name in ("budget_ms", "seconds"):
@@ -101,15 +109,16 @@ def sequence_cases(
     """Rows of the forward or the backward."""
     from ..bench.backward import measure_backward
     from ..bench.forward import measure_forward
-    from ..bench.workload import Workload, workloads_of
+    from ..bench.workload import Workload, workload_of, workloads_of
 
     measure = measure_backward if options.backward else measure_forward
     num_heads, num_kv_heads = options.heads or HEADS
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim_of(options)}
     slots = options.slots or [SLOTS["backward" if options.backward else "forward"]]
+    workloads = [workload_of(one) for one in options.shapes or ()]
     if options.captured:
-        workloads = [Workload(length, None, captured=options.captured) for length in options.lengths or [None]]
-    else:
+        workloads += [Workload(length, None, captured=options.captured) for length in options.lengths or [None]]
+    elif not workloads:
         workloads = workloads_of(options.lengths or LENGTHS, slots, options.flat_share, shape)
     budget_ms = options.budget_ms or BUDGET_MS
     return [(one.name, partial(measure, one, baselines, device, budget_ms)) for one in workloads]
