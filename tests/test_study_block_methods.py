@@ -133,7 +133,9 @@ def nsa_inputs(seqlen):
 
 def test_nsa_routed_is_nsa_masked():
     arguments = nsa_inputs(101)
-    assert_close(nsa_attention(*arguments, SHAPE), nsa_attention(*arguments, SHAPE, masked=True))
+    routed = nsa_attention(*arguments, SHAPE)
+    assert_close(routed, nsa_attention(*arguments, SHAPE, masked=True))
+    assert_close(routed, nsa_attention(*arguments, SHAPE, rows=30))
 
 
 def test_a_new_token_of_nsa_is_the_last_of_its_sequence():

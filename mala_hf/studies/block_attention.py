@@ -16,15 +16,15 @@ from .packed_attention import Packing, packed_backward, packed_forward, upcast
 
 
 def block_mask(chosen: Tensor, seqlen: int, block: int) -> Tensor:
-    """bool (batch, num_heads, seqlen, seqlen): who sees whom. chosen: as in :func:`block_attention`."""
+    """bool (batch, num_heads, rows, seqlen): who sees whom. chosen: as in :func:`block_attention`, of all queries or of the last."""
+    batch, rows, num_heads, _ = chosen.shape
     blocks = -(-seqlen // block)
-    batch, _, num_heads, _ = chosen.shape
-    own = torch.arange(seqlen, device=chosen.device) // block
-    allowed = torch.zeros(batch, seqlen, num_heads, blocks + 1, dtype=torch.bool, device=chosen.device)
+    query = torch.arange(seqlen - rows, seqlen, device=chosen.device)
+    allowed = torch.zeros(batch, rows, num_heads, blocks + 1, dtype=torch.bool, device=chosen.device)
     allowed.scatter_(-1, chosen.where(chosen >= 0, blocks), True)
-    allowed.scatter_(-1, own.view(1, -1, 1, 1).expand(batch, -1, num_heads, 1), True)
+    allowed.scatter_(-1, (query // block).view(1, -1, 1, 1).expand(batch, -1, num_heads, 1), True)
     by_key = allowed[..., :blocks].repeat_interleave(block, -1)[..., :seqlen]
-    return by_key.transpose(1, 2) & by_key.new_ones(seqlen, seqlen).tril()
+    return by_key.transpose(1, 2) & (torch.arange(seqlen, device=chosen.device) <= query[:, None])
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .attention import masked_attention, window_attention
 from .block_attention import block_attention, block_mask
@@ -70,14 +71,16 @@ class Compression(nn.Module):
         return self.mlp((blocks.transpose(-1, -2) + self.places.to(x.dtype)).flatten(-2))
 
 
-def overlaps(compressed_blocks: int, seqlen: int, shape: NSAShape, device: torch.device | None = None) -> Tensor:
-    """Float32 (compressed blocks, selected blocks): strides that the two have in common (equation 9: p_slc = p_cmp @ this)."""
-    stride = torch.arange(-(-seqlen // shape.stride), device=device)
-    first = torch.arange(compressed_blocks, device=device)[:, None]
-    covers = (stride >= first) & (stride < first + shape.compressed // shape.stride)
-    blocks = torch.arange(-(-seqlen // shape.selected), device=device)
-    lies_in = stride[:, None] // (shape.selected // shape.stride) == blocks
-    return covers.float() @ lies_in.float()
+def importance_of(p: Tensor, seqlen: int, shape: NSAShape) -> Tensor:
+    """Probabilities of compressed blocks (..., compressed blocks) shared out over the selected blocks (..., selected blocks).
+
+    Equation 9: a selected block gets a compressed block's probability once for every stride that the two have in common.
+    """
+    strides = -(-seqlen // shape.selected) * shape.selected // shape.stride
+    covered = sum(
+        F.pad(p, (first, strides - p.shape[-1] - first)) for first in range(shape.compressed // shape.stride)
+    )  # (..., strides)
+    return covered.unflatten(-1, (-1, shape.selected // shape.stride)).sum(-1)  # type: ignore[union-attr]
 
 
 def visible_compressed(start: int, rows: int, compressed_blocks: int, shape: NSAShape, device: torch.device) -> Tensor:
@@ -108,15 +111,30 @@ def selected_blocks(p: Tensor, start: int, seqlen: int, shape: NSAShape) -> Tens
 
     p: p_cmp of the queries from token ``start`` on.
     """
-    importance = p @ overlaps(p.shape[-1], seqlen, shape, p.device).to(
-        p.dtype
-    )  # (batch, kv heads, rows, selected blocks)
+    importance = importance_of(p, seqlen, shape)  # (batch, kv heads, rows, selected blocks)
     numbers = torch.arange(importance.shape[-1], device=p.device)
     own = torch.arange(start, start + p.shape[2], device=p.device)[:, None] // shape.selected
     always = (numbers < FIRST) | (numbers > own - LAST)
     importance = importance.masked_fill(always, torch.inf).masked_fill(numbers >= own, -torch.inf)
     best = importance.topk(min(shape.count - 1, len(numbers)), sorted=False)
     return best.indices.where(best.values > -torch.inf, -1).transpose(1, 2)
+
+
+def compressed_branch(q: Tensor, k: Tensor, v: Tensor, shape: NSAShape, rows: int | None) -> tuple[Tensor, Tensor]:
+    """The compressed branch of a sequence, and the blocks that it selects, as in :func:`selected_blocks`.
+
+    rows: queries at a time, whose backward forms the scores again; None: all at once.
+    """
+    seqlen = q.shape[1]
+    if rows is None:
+        out, p = compressed_rows(q, k, v, 0, shape)
+        return out, selected_blocks(p, 0, seqlen, shape)
+    outs, chosen = [], []
+    for start in range(0, seqlen, rows):
+        out, p = checkpoint(compressed_rows, q[:, start : start + rows], k, v, start, shape, use_reentrant=False)
+        outs.append(out)
+        chosen.append(selected_blocks(p, start, seqlen, shape))
+    return torch.cat(outs, 1), torch.cat(chosen, 1)
 
 
 def nsa_attention(
@@ -127,6 +145,7 @@ def nsa_attention(
     shape: NSAShape,
     *,
     masked: bool = False,
+    rows: int | None = None,
 ) -> Tensor:
     """Causal NSA of a whole sequence: out like q.
 
@@ -135,19 +154,21 @@ def nsa_attention(
         keys, values: of the branches: compressed (batch, blocks, num_kv_heads, head_dim), selected and window (batch, seqlen, ...).
         gates: (batch, seqlen, num_heads, 3), of the branches in that order.
         masked: form all scores of the selected and the window branch; the same result.
+        rows: queries whose compressed scores are formed at once; None: all.
     """
-    seqlen = q.shape[1]
-    compressed, p = compressed_rows(q, keys[0], values[0], 0, shape)
-    chosen = selected_blocks(p, 0, seqlen, shape).repeat_interleave(q.shape[2] // keys[1].shape[2], 2)
+    compressed, chosen = compressed_branch(q, keys[0], values[0], shape, rows)
+    chosen = chosen.repeat_interleave(q.shape[2] // keys[1].shape[2], 2)
     if masked:
-        selected = masked_attention(q, keys[1], values[1], block_mask(chosen, seqlen, shape.selected))
+        selected = masked_attention(q, keys[1], values[1], block_mask(chosen, q.shape[1], shape.selected))
     else:
         selected = block_attention(q, keys[1], values[1], chosen, shape.selected)
-    window = window_attention(q, keys[2], values[2], shape.window)
-    return sum(
-        gate[..., None].to(q.dtype) * branch
-        for gate, branch in zip(gates.unbind(-1), (compressed, selected, window), strict=True)
-    )  # type: ignore[return-value]
+    return gated(gates, compressed, selected, window_attention(q, keys[2], values[2], shape.window))
+
+
+def gated(gates: Tensor, *branches: Tensor) -> Tensor:
+    """The branches (batch, rows, num_heads, head_dim) weighed by their gates (batch, rows, num_heads, branches)."""
+    parts = zip(gates.unbind(-1), branches, strict=True)
+    return torch.stack([gate[..., None].to(branch.dtype) * branch for gate, branch in parts]).sum(0)
 
 
 class NSA(nn.Module):
@@ -202,7 +223,4 @@ def nsa_decode(
     selected = F.scaled_dot_product_attention(grouped, keys_of, values_of, attn_mask=none).reshape(q.shape)
     recent_keys, recent_values = (x[:, -shape.window :].transpose(1, 2) for x in (keys[2], values[2]))
     window = F.scaled_dot_product_attention(grouped, recent_keys, recent_values).reshape(q.shape)
-    return sum(
-        gate[..., None].to(q.dtype) * branch
-        for gate, branch in zip(gates.unbind(-1), (compressed, selected, window), strict=True)
-    )  # type: ignore[return-value]
+    return gated(gates, compressed, selected, window)

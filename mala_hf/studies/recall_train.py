@@ -23,8 +23,8 @@ class Recipe:
     """What all runs of a sweep have in common.
 
     Training begins with ``short_steps`` on the shorter tasks of ``RecallTask.shorter`` in turn, ``short_tokens`` tokens each: there it
-    learns to search for keys, which takes many times longer on long sequences alone. ``steps`` on ``batch`` sequences of the task follow.
-    The learning rate is that of a width of 64 and falls with the root of the width.
+    learns to search for keys, which takes many times longer on long sequences alone. ``steps`` on ``batch`` sequences of the task come
+    then. The learning rate is that of a width of 64 and falls with the root of the width.
     """
 
     short_steps: int = 300
