@@ -2,7 +2,7 @@
 """Can fine-tuning make a checkpoint concentrate, so that MALA leaves more out? Retained work against perplexity and RULER, as JSON.
 
     python scripts/study_concentrate.py --prepare --data study8 --novel emma.txt.gz
-    python scripts/study_concentrate.py --data study8 --model MODEL --state STATE --output results/concentrate_h200.json
+    python scripts/study_concentrate.py --data study8 --model MODEL --state STATE --output results/study_concentrate_h200.json
 
 An arm is start (no training), mala (fine-tuning with MALA alone), or mala:KEY=NUMBER,... with weight (of the concentration term),
 temperature (of its sigmoid, nats) and base (of length-scaled scores). Arms run side by side on one GPU. A run that is out of

@@ -2,7 +2,7 @@
 """Scaling in small: models of several sizes trained from nothing on real text, full attention against MALA and MoBA; JSON.
 
     python scripts/study_scaling.py --prepare --data study5 --novel emma.txt.gz
-    python scripts/study_scaling.py --data study5 --sizes 5m 20m --attn sdpa mala --state STATE --output results/scaling_h200.json
+    python scripts/study_scaling.py --data study5 --sizes 5m 20m --attn sdpa mala --state STATE --output results/study_scaling_h200.json
 
 An attention is sdpa, mala, moba, or one of the latter two with settings: mala:tau=1, moba:block=128,topk=8. Runs share a GPU side by
 side. A run that is out of time stores what it has and goes on when started again with the same --state.
