@@ -21,6 +21,13 @@ from pathlib import Path
 KERNELS = Path(__file__).parents[1] / "kernels_hub" / "mala" / "torch-ext"
 
 
+DECODE_FORMS = {
+    "decode in two passes": "two_pass",
+    "decode in two passes from int8": "int8_two_pass",
+    "decode in splits": "split",
+}
+
+
 @dataclass(frozen=True)
 class Launch:
     """One call on one target ("cuda:80", "cuda:90", "hip:gfx942"), once for each of ``seqlens_k`` and ``taus``."""
@@ -28,7 +35,7 @@ class Launch:
     target: str
     head_dim: int
     dtype: str = "bfloat16"
-    phase: str = "prefill"  # or "decode", "decode in two passes", "decode in splits", "backward", "backward with support", "discover", "look"
+    phase: str = "prefill"  # or "decode", one of DECODE_FORMS, "backward", "backward with support", "discover", "look"
     use_tma: bool = False
     use_hopper: bool = False
     v_head_dim: int = -1  # -1: head_dim
@@ -140,6 +147,8 @@ def _run(launch: Launch) -> None:
     import torch
     from mala import backward, decode, discover, discover_probe, forward
     from mala.blockwise import Settings
+    from mala.key_plane import KeyPlane
+    from mala.key_plane_kernel import launch_write_plane
     from mala.support_bits import empty_support
     from mala.tile_config import decode_launch, tile_config
     from mala.visibility import fixed_sequences
@@ -175,10 +184,23 @@ def _run(launch: Launch) -> None:
             if launch.phase.startswith("decode in"):
                 tile = 1, decode_launch(launch.head_dim, v_head_dim, dtype).block_n
                 settings = Settings(tau, launch.head_dim**-0.5, window, softcap, tile)
-                form = "two_pass" if launch.phase == "decode in two passes" else "split"
-                table = torch.zeros(2, 64, dtype=torch.int32) if launch.features else None
+                form = DECODE_FORMS[launch.phase]
+                plane = None
+                if form == "int8_two_pass":
+                    plane = KeyPlane.empty(2, launch.num_kv_heads, seqlen_k, launch.head_dim)
+                    launch_write_plane(k, plane, torch.zeros(2, dtype=torch.int32) if launch.features else 0)
+                table = torch.zeros(2, 64, dtype=torch.int32) if launch.features and plane is None else None
                 decode.launch_decode(
-                    q, k, v, settings, sequences, sinks, form, return_work=launch.features, block_table=table
+                    q,
+                    k,
+                    v,
+                    settings,
+                    sequences,
+                    sinks,
+                    form,
+                    return_work=launch.features,
+                    block_table=table,
+                    key_plane=plane,
                 )
                 continue
             if launch.phase == "look":
@@ -209,14 +231,12 @@ def _kernels_of(launch: Launch) -> list[tuple[object, str]]:
     if launch.phase.startswith("backward"):
         return [(backward, f"backward_{name}_kernel") for name in ("support", "delta", "query", "key")]
     if launch.phase.startswith("decode in"):
-        from mala import decode
+        from mala import decode, key_plane_kernel
 
-        passes = (
-            ["score_tiles", "weigh_retained", "attend_retained"]
-            if launch.phase == "decode in two passes"
-            else ["attend_split"]
-        )
-        return [(decode, f"{name}_kernel") for name in (*passes, "combine")]
+        first = {"two_pass": ["score_tiles"], "int8_two_pass": ["score_plane"], "split": []}[DECODE_FORMS[launch.phase]]
+        passes = [*first, "weigh_retained", "attend_retained"] if first else ["attend_split"]
+        written = [(key_plane_kernel, "write_plane_kernel")] if first == ["score_plane"] else []
+        return [*written, *((decode, f"{name}_kernel") for name in (*passes, "combine"))]
     if launch.phase == "look":
         from mala import discover_probe
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from ahead_of_time import Finding, Launch, findings
+from ahead_of_time import DECODE_FORMS, Finding, Launch, findings
 
 from mala_hf.ops.tile_config import DECODE_16BIT, DECODE_32BIT, PREFILL_16BIT, PREFILL_32BIT
 from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER
@@ -36,6 +36,7 @@ SHIPPED = {
 HOPPER = [
     *(Launch("cuda:90", head_dim, use_hopper=True) for head_dim in PREFILL_16BIT),
     *(Launch("cuda:90", head_dim, use_hopper=True, features=True) for head_dim in (64, 128)),
+    *(Launch("cuda:90", head_dim, use_hopper=True, taus=(0.0,)) for head_dim in (64, 128)),
     Launch("cuda:90", 72, "float16", use_hopper=True),
     Launch("cuda:90", 192, v_head_dim=128, use_hopper=True),
 ]
@@ -65,13 +66,14 @@ DECODE = {
         for head_dim, dtype, features in (
             (64, "bfloat16", True), (128, "bfloat16", False), (256, "bfloat16", False), (128, "float32", False)
         )
-        for phase in ("decode in two passes", "decode in splits")
+        for phase in DECODE_FORMS
     ]
     for target in SHARED_LIMIT_BYTES
 }  # fmt: skip
-# the backward's support, delta, dq, and dk with dv; discovery's keys, rows and pass; a decode's passes and its sum
+# the backward's support, delta, dq, and dk with dv; discovery's keys, rows and pass; a decode's plane, passes and sum
 NUM_KERNELS = {
     "backward": 4, "backward with support": 4, "discover": 3, "look": 2, "decode in two passes": 4, "decode in splits": 2,
+    "decode in two passes from int8": 5,
 }  # fmt: skip
 # the backward's shapes, with every feature over a saved support and without any over the state alone
 BACKWARD = {

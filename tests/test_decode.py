@@ -3,24 +3,19 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from calls import NAN, Call, build
-from helpers import RETAINED, SKIPPED, assert_near
-from inputs import FAMILIES, Case, ids
-from torch import Tensor
+from calls import NAN, build
+from decode_truth import DECODE, SPLITS, assert_decode
+from helpers import RETAINED, SKIPPED
+from inputs import FAMILIES, ids
 
-from mala_hf.ops import mala_attn_func, mala_attn_with_kvcache_func, reference_decode
-from mala_hf.ops.call_options import settings_of
+from mala_hf.ops import mala_attn_func, mala_attn_with_kvcache_func
 from mala_hf.ops.decode_choice import MAX_TOKENS
 from mala_hf.ops.reference import full_attention_head, legal_pairs
 from mala_hf.ops.visibility import fixed_sequences
 
 FORMS = ("two_pass", "split")
-SPLITS = 3
-DECODE = Case(seqlen_q=1, seqlen_k=210, num_heads=4, num_kv_heads=2, tile=(64, 16))
 CASES = [
     *(DECODE.with_(num_heads=group, num_kv_heads=1) for group in (1, 2, 4, 5, 7, 8)),
     DECODE.with_(num_heads=6, num_kv_heads=2, batch=2),
@@ -47,38 +42,6 @@ CASES = [
     DECODE.with_(tau=30.0, seqlen_q=3),
     *(DECODE.with_(family=family, seqlen_q=2) for family in FAMILIES if family != "peaked"),
 ]
-
-
-def reference(call: Call, form: str, dtype: torch.dtype = torch.float64):
-    """out, lse, tiles, certificate and margins by the definition, in ``dtype`` throughout."""
-    q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
-    options = call.options
-    lengths = {name: options.get(name) for name in ("seqused_q", "seqused_k", "leftpad_k")}
-    settings = settings_of(
-        q, v, options["tau"], options["causal"], options.get("softmax_scale"), options["window"], options["softcap"],
-        options["tile"], q.shape[1], k.shape[1],
-    )  # fmt: skip
-    sequences = fixed_sequences(q.shape[0], q.shape[1], k.shape[1], settings.window[1], **lengths)
-    from mala_hf.ops.decode_choice import decode_settings
-
-    settings = decode_settings(settings, q, v, k.shape[2], True)
-    return reference_decode.decode_sequences(q, k, v, settings, sequences, options.get("sinks"), form, SPLITS)
-
-
-def assert_decode(call: Call, form: str, out: Tensor, lse: Tensor, work) -> int:
-    """Equal tiles, and values within the same-precision baseline of float64. Returns the number of skipped tiles."""
-    truth_out, truth_lse, tiles, certificate = reference(call, form)
-    same_out, same_lse, _, same_certificate = reference(call, form, torch.float32)
-    assert (work.form, work.tile[1]) == (form, call.options["tile"][1])
-    assert torch.equal(work.tiles.cpu(), tiles.cpu()), call.case.id
-    size = rounded_p = 1 + math.sqrt(call.q.shape[-1])
-    if call.q.dtype in (torch.float16, torch.bfloat16):
-        same_out = same_out.to(call.q.dtype)
-        rounded_p += float(call.v.nan_to_num().abs().max() / truth_out.abs().max())  # before it meets v
-    assert_near("out", out.cpu(), truth_out.cpu(), same_out.cpu(), rounded_p)
-    assert_near("lse", lse.cpu(), truth_lse.cpu(), same_lse.cpu(), size)
-    assert_near("certificate", work.certificate.cpu(), certificate.cpu(), same_certificate.cpu(), 8 * size)
-    return int((tiles == SKIPPED).sum())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -270,7 +233,7 @@ def test_auto_takes_two_passes_where_new_tokens_meet_a_context_and_only_there(im
 
 
 REFUSED = {
-    "no such form": ({"decode": "both"}, "'two_pass' or 'split', got 'both'"),
+    "no such form": ({"decode": "both"}, "'int8_two_pass' or 'split', got 'both'"),
     "splits": ({"num_splits": -1}, "num_splits must be a whole number"),
     "half a split": ({"num_splits": 1.5}, "num_splits must be a whole number"),
     "splits of a single pass": ({"decode": "single", "num_splits": 2}, "'single' has no splits"),

@@ -50,8 +50,9 @@ PLAIN = {
     "tile_config": set(),
     "query_tile": {"visibility"},
     "blockwise": {"query_tile", "support_bits", "visibility", "work"},
-    "reference_decode": {"reference"},
-    "decode_blockwise": {"blockwise", "query_tile", "visibility", "work"},
+    "key_plane": set(),
+    "reference_decode": {"key_plane", "reference"},
+    "decode_blockwise": {"blockwise", "key_plane", "query_tile", "visibility", "work"},
 }
 LAYERS = {
     **PLAIN,
@@ -63,9 +64,10 @@ LAYERS = {
     "checks": set(),
     "call_options": {*PLAIN, "checks"},
     "decode_choice": {*PLAIN, "attend", "support_reuse"},
+    "key_plane_write": {*PLAIN, "call_options", "checks", "key_plane_kernel", "operators"},
     "paged": {"checks"},
     "interface": {*PLAIN, "attend", "call_options", "checks", "decode_choice", "dense"},
-    "kvcache": {*PLAIN, "attend", "call_options", "checks", "decode_choice", "paged"},
+    "kvcache": {*PLAIN, "attend", "call_options", "checks", "decode_choice", "key_plane_write", "paged"},
     "packed_steps": {"interface", "kvcache"},
     "flash_attn_interface": {"checks", "interface", "kvcache", "packed_steps"},
     "hf_mask": set(),
@@ -84,7 +86,15 @@ LAYERS = {
         "packed_steps",
         "work",
     },
-    "__init__": {"flash_attn_interface", "interface", "kvcache", "support_reuse", "work"},
+    "__init__": {
+        "flash_attn_interface",
+        "interface",
+        "key_plane",
+        "key_plane_write",
+        "kvcache",
+        "support_reuse",
+        "work",
+    },
 }
 
 

@@ -9,11 +9,14 @@ from .flash_attn_interface import (
     set_default_tau,
 )
 from .interface import mala_attn_func, mala_attn_varlen_func
+from .key_plane import KeyPlane
+from .key_plane_write import quantize_keys
 from .kvcache import mala_attn_with_kvcache_func
 from .support_reuse import reuse_support
 from .work import Work
 
 __all__ = [
+    "KeyPlane",
     "Work",
     "default_tau",
     "flash_attn_func",
@@ -22,6 +25,7 @@ __all__ = [
     "mala_attn_func",
     "mala_attn_varlen_func",
     "mala_attn_with_kvcache_func",
+    "quantize_keys",
     "reuse_support",
     "set_default_tau",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import operators
 from .dense import dense_attention_in_graph, dense_attention_with_lse, dense_backend, dense_tiles
 from .discover_choice import choose
+from .key_plane import KeyPlane
 from .query_tile import Settings
 from .support_bits import support_shape
 from .support_reuse import is_reusing_support, record_support, records_support, replayed_support
@@ -44,15 +45,17 @@ def attend(
     mask: Optional[Tensor],
     call: Call,
     block_table: Optional[Tensor] = None,
+    key_plane: Optional[KeyPlane] = None,
 ) -> tuple[Tensor, Optional[Tensor], Optional[Work]]:
     """out, lse, and the work if it is asked for; tensors as :func:`blockwise.forward` takes them.
 
     With a ``block_table`` (batch, pages), which only a decode on a GPU takes, k and v are (pages, page_size, num_kv_heads, ...).
+    ``key_plane`` is read by the form "int8_two_pass" alone.
     lse is None where a compiled graph calls torch's dense attention, which ``may_be`` then has to allow.
     """
     choices, backend = _choices(q, k, v, call)
     if len(choices) == 1:
-        return _attend_as(choices[0], backend, q, k, v, sinks, mask, call, block_table)
+        return _attend_as(choices[0], backend, q, k, v, sinks, mask, call, block_table, key_plane)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     works = []
@@ -113,12 +116,14 @@ def _attend_as(
     mask: Optional[Tensor],
     call: Call,
     block_table: Optional[Tensor],
+    key_plane: Optional[KeyPlane] = None,
 ) -> tuple[Tensor, Optional[Tensor], Optional[Work]]:
     if choice.way == "dense":
         return _attend_dense(choice, backend, q, k, v, call)
     settings, sequences = call.settings, call.sequences
     sinks = None if sinks is None else sinks.contiguous()  # the kernels read it, and a table of pages, by index
     block_table = None if block_table is None else block_table.to(torch.int32).contiguous()
+    plane = key_plane.tensors if call.form == "int8_two_pass" and key_plane is not None else (None, None, None)
     q_tiles, k_tiles = sequences.tile_grid(settings.tile)
     shape = support_shape(sequences.num_sequences, q.shape[2], (q_tiles, k_tiles))
     records, known = records_support(), replayed_support(shape, q.device)
@@ -130,7 +135,7 @@ def _attend_as(
     out, lse, tiles, certificate, found = operators.run_forward(
         q, k, v, sinks, mask, sequences.bounds, known, sequences.max_seqlen_q, sequences.max_seqlen_k, sequences.is_packed,
         settings.tau, settings.softmax_scale, *settings.window, settings.softcap, *settings.tile, call.impl, choice.way,
-        call.form, call.num_splits, block_table, call.return_work, saves,
+        call.form, call.num_splits, block_table, *plane, call.return_work, saves,
     )  # fmt: skip
     if records:
         record_support(found)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches a decode: up to 64 new tokens of each sequence over a long cache, its keys split over the GPU.
 
-All query heads of a KV head share a tile, (tokens, BLOCK_N) keys; ``settings.tile`` counts the tokens of one head. Two forms:
+All query heads of a KV head share a tile, (tokens, BLOCK_N) keys; ``settings.tile`` counts the tokens of one head. Three forms:
 
 - "two_pass": each tile is tested against the full normalizer (``decode_two_pass.py``);
+- "int8_two_pass": the same, with bounds of both from an INT8 plane of the keys (``decode_plane.py``);
 - "split": each split tests against its own, the paper's form (``decode_split.py``).
 """
 
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from .decode_chain import chain_options
 from .decode_combine import combine_kernel
+from .decode_plane import plane_arguments, score_plane_kernel
 from .decode_split import attend_split_kernel
 from .decode_two_pass import attend_retained_kernel, score_tiles_kernel, weigh_retained_kernel
+from .key_plane import KeyPlane
 from .query_tile import Settings
 from .tile_config import DecodeLaunch, decode_launch, padded_head_dim
 from .tile_steps import LOG2_E
@@ -31,6 +34,7 @@ from .visibility import Sequences
 SMALLEST_ROWS = 16  # of a matrix product
 MAX_ROWS = 128  # of a tile
 MAX_ROWS_TO_KEEP = 64  # query rows of a KV head up to which the first pass keeps probabilities for the second
+STAGES_OF_TWO = 2  # of a loop that loads keys and values
 CPU_PROGRAMS = 8  # programs to split the keys over where there is no GPU to fill
 
 
@@ -47,12 +51,13 @@ def launch_decode(
     block_table: Optional[Tensor] = None,
     keep_p: Optional[bool] = None,
     launch: Optional[DecodeLaunch] = None,
+    key_plane: Optional[KeyPlane] = None,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     """out (batch, seqlen_q, num_heads, v_head_dim), lse, and with ``return_work`` tiles and certificate, as ``launch_forward``.
 
     Args:
         q, k, v: (batch, seqlen, heads, dim); with ``block_table`` int32 (batch, pages) k and v are (pages, page_size, kv_heads, dim).
-        form: "two_pass" or "split".
+        form: "two_pass", "split", or with a ``key_plane`` "int8_two_pass".
         num_splits: parts of the keys; 0: as many as fill the GPU.
         keep_p, launch: override what is shipped, for measurements and tests.
     """
@@ -122,25 +127,28 @@ def launch_decode(
         "num_warps": launch.num_warps,
     }
     values = {"V_HEAD_DIM": v_head_dim, "BLOCK_DV": padded_head_dim(v_head_dim)}
-    scored: dict[str, Any] = {
+    asked: dict[str, Any] = {
         **place,
         **walked,
         "q_ptr": q,
-        "k_ptr": k,
-        "tables_ptr": block_table,
         **_strides("q", q, unit),
-        **_strides("k", k, unit),
-        "stride_tables": 0 if block_table is None else block_table.stride(0),
         "softmax_scale": settings.softmax_scale,
         "softcap_log2": settings.softcap * LOG2_E.value,
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded_head_dim(head_dim),
-        "PAGE": 0 if block_table is None else k.shape[1],
         "STRIDE_UNIT": unit,
         "HAS_SOFTCAP": settings.softcap > 0,
         "DOT_PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "RETURN_WORK": return_work,
         "num_stages": launch.num_stages,
+    }
+    scored: dict[str, Any] = {
+        **asked,
+        "k_ptr": k,
+        "tables_ptr": block_table,
+        **_strides("k", k, unit),
+        "stride_tables": 0 if block_table is None else block_table.stride(0),
+        "PAGE": 0 if block_table is None else k.shape[1],
     }
     attended = {
         "v_ptr": v,
@@ -155,21 +163,35 @@ def launch_decode(
         if form == "split":
             attend_split_kernel[grid](**scored, **attended)
         else:
+            from_plane = key_plane is not None
+            keep_p = keep_p and not from_plane
             first_pass = {
                 "maxima_ptr": empty(groups, num_k_tiles, rows),
-                "sums_ptr": empty(groups, num_k_tiles, rows),
+                "sums_ptr": empty(groups, num_k_tiles, rows) if return_work or not from_plane else None,
                 "split_max_ptr": empty(groups, num_splits, rows),
                 "split_sum_ptr": empty(groups, num_splits, rows),
             }
+            bounds: dict[str, Optional[Tensor]] = {"lower_ptr": None, "split_top_ptr": None}
             p = empty(groups, num_k_tiles, rows, block_n, dtype=v.dtype) if keep_p else None
-            score_tiles_kernel[grid](**scored, **first_pass, p_ptr=p, KEEP_P=keep_p)
+            if key_plane is None:
+                score_tiles_kernel[grid](**scored, **first_pass, p_ptr=p, KEEP_P=keep_p)
+            else:
+                bounds = {
+                    "lower_ptr": empty(groups, num_k_tiles, rows),
+                    "split_top_ptr": empty(groups, num_splits, rows),
+                }
+                score_plane_kernel[grid](**asked, **first_pass, **bounds, **plane_arguments(key_plane))
             weighed = {
                 **first_pass,
+                **bounds,
                 "kept_ptr": empty(groups, num_splits, rows),
                 "sinks_ptr": sinks,
                 "HAS_SINKS": sinks is not None,
+                "FROM_PLANE": from_plane,
             }
             weigh_retained_kernel[grid](**place, **walked, **weighed, **chain)
+            if from_plane:  # keys and values of a tile at once: more stages would leave room for fewer programs
+                scored["num_stages"] = min(launch.num_stages, STAGES_OF_TWO)
             attend_retained_kernel[grid](**scored, **weighed, **attended, p_ptr=p, KEEP_P=keep_p, **chain)
         combine_kernel[(groups, rows)](
             acc, state, sinks, out, lse, certificate, total_q=seqlen_q, HAS_SINKS=sinks is not None, **place, **values,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode in two passes or in splits, vectorised in PyTorch: what it runs on without a GPU. Shapes and letters as in ``blockwise``.
+"""Decode in two passes, exact or from an INT8 plane, or in splits, vectorised in PyTorch: what it runs on without a GPU.
+
+Shapes and letters as in ``blockwise``.
 
 Here R are the rows of a tile, the tokens of all query heads of a KV head, token by token, and T its key tiles.
 """
@@ -13,9 +15,13 @@ import torch
 from torch import Tensor
 
 from .blockwise import BACKWARD_SLACK, FORWARD_SLACK, limit_of, retained_tiles
+from .key_plane import NORM_ROUNDING, KeyPlane
 from .query_tile import NEG_INF, Settings, finite, log_threshold
 from .visibility import Sequences, visible_range
 from .work import RETAINED, SKIPPED
+
+# natural logs: of sums of a row, which the bounds' guarantee counts on; and of tanh, relative to the softcap
+BOUND_SLACK, SOFTCAP_ROUNDING = 2**10, 2.0**-20
 
 
 def forward(
@@ -27,6 +33,7 @@ def forward(
     sinks: Optional[Tensor],
     form: str,
     num_splits: int,
+    key_plane: Optional[KeyPlane] = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, lse, tiles, certificate as ``blockwise.forward``; ``settings.tile`` counts the tokens of one head."""
     batch, seqlen_q, num_heads, _ = q.shape
@@ -42,47 +49,101 @@ def forward(
     for _, b, (q_begin, q_end, k_begin, k_end) in sequences.groups():
         if q_end <= q_begin or k_end <= k_begin:
             continue
-        k_heads, v_heads = (x[b, k_begin:k_end].transpose(1, 2).to(compute) for x in (k, v))  # (B, K, N, D)
+        k_heads, v_heads = (x[b, k_begin:k_end].transpose(1, 2) for x in (k, v))  # (B, K, N, D)
+        plane = None if key_plane is None else tuple(x[b, :, k_begin:k_end] for x in key_plane.tensors)
+        if plane is None:
+            k_heads, v_heads = k_heads.to(compute), v_heads.to(compute)
         for index, start in enumerate(range(q_begin, q_end, settings.tile[0])):
             rows = slice(start, min(start + settings.tile[0], q_end))
             packed = (
                 q[b, rows].unflatten(2, (kv_heads, group)).transpose(1, 2).flatten(2, 3).to(compute)
             )  # (B, K, R, D)
-            scores, threshold = _scores(packed, k_heads, rows, q_end, group, settings)
+            legal, threshold = _visible(rows, k_end - k_begin, q_end, group, settings, packed)
             sink = None if sinks is None else sinks.to(compute).view(kv_heads, group).repeat(1, rows.stop - rows.start)
-            if form == "two_pass":
-                retained, visible = _two_pass(scores, threshold, sink, settings.tile[1])
+            if plane is None:
+                lower = upper = _scores(packed, k_heads, settings).masked_fill(~legal, NEG_INF)
             else:
-                retained, visible = _split(scores, threshold, num_splits, settings.tile[1])
-            kept = retained.repeat_interleave(settings.tile[1], -1)[:, :, None, : scores.shape[-1]]  # (B, K, 1, N)
-            row_lse = torch.logsumexp(scores.where(kept, NEG_INF), -1)  # (B, K, R)
+                lower, upper = (x.masked_fill(~legal, NEG_INF) for x in _score_bounds(packed, plane, settings))
+            if form == "split":
+                retained, visible = _split(lower, threshold, num_splits, settings.tile[1])
+            else:
+                slack = FORWARD_SLACK if plane is None else BOUND_SLACK
+                retained, visible = _two_pass(lower, upper, threshold, sink, settings.tile[1], slack)
+            kept = _by_key(retained, settings.tile[1], upper.shape[-1])  # (B, K, 1, N)
+            if plane is None:
+                scores, values = lower.masked_fill(~kept, NEG_INF), v_heads
+            else:
+                keys, exists = _keys_of(retained, settings.tile[1], upper.shape[-1])  # (B, K, S)
+                some_k, values = (_gathered(x, keys, exists).to(compute) for x in (k_heads, v_heads))
+                seen = legal.expand(*keys.shape[:2], -1, -1).gather(
+                    3, keys[:, :, None].expand(-1, -1, legal.shape[0], -1)
+                )
+                scores = _scores(packed, some_k, settings).masked_fill(~(seen & exists[:, :, None]), NEG_INF)
+            row_lse = torch.logsumexp(scores, -1)  # (B, K, R)
             if sink is not None:
                 row_lse = torch.logaddexp(row_lse, sink)
-            p = torch.exp(scores - finite(row_lse)[..., None])
+            shift = finite(row_lse)[..., None]
 
             def of_heads(x: Tensor) -> Tensor:
                 return x.unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)  # (B, H, tokens, ...)
 
-            out[b, rows] = of_heads(p.where(kept, 0) @ v_heads).transpose(1, 2).to(out.dtype)
+            out[b, rows] = of_heads(torch.exp(scores - shift) @ values).transpose(1, 2).to(out.dtype)
             lse[b, :, rows] = of_heads(row_lse)
-            certificate[b, :, rows] = of_heads(_omitted(p, kept, scores != NEG_INF, form, settings.tile[1]))
+            omitted = torch.exp(upper - shift).where(~kept, 0)
+            certificate[b, :, rows] = of_heads(_omitted(omitted, upper != NEG_INF, form, settings.tile[1]))
             codes = visible * torch.where(retained, RETAINED, SKIPPED)  # (B, K, T)
             tiles[b, :, index, : codes.shape[-1]] = codes.repeat_interleave(group, 1).to(torch.int8)
     return out, lse, tiles, certificate
 
 
-def _scores(
-    packed: Tensor, k: Tensor, rows: slice, q_end: int, group: int, settings: Settings
+def _visible(
+    rows: slice, seqlen_k: int, q_end: int, group: int, settings: Settings, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Scores (B, K, R, N), -inf where illegal, and log(tau / L_q) (R,)."""
-    scores = (packed * settings.softmax_scale) @ k.mT
-    if settings.softcap:
-        scores = settings.softcap * torch.tanh(scores / settings.softcap)
-    position = torch.arange(rows.start, rows.stop, device=k.device) + k.shape[2] - q_end
-    low, high = (x.repeat_interleave(group) for x in visible_range(position, k.shape[2], settings.window))
-    keys = torch.arange(k.shape[2], device=k.device)
+    """Legal pairs (R, N), and log(tau / L_q) (R,)."""
+    position = torch.arange(rows.start, rows.stop, device=like.device) + seqlen_k - q_end
+    low, high = (x.repeat_interleave(group) for x in visible_range(position, seqlen_k, settings.window))
+    keys = torch.arange(seqlen_k, device=like.device)
     legal = (keys >= low[:, None]) & (keys < high[:, None])
-    return scores.masked_fill(~legal, NEG_INF), log_threshold(high - low, settings.tau).to(scores.dtype)
+    return legal, log_threshold(high - low, settings.tau).to(like.dtype)
+
+
+def _scores(packed: Tensor, k: Tensor, settings: Settings) -> Tensor:
+    """(B, K, R, N)."""
+    scores = (packed * settings.softmax_scale) @ k.mT
+    return settings.softcap * torch.tanh(scores / settings.softcap) if settings.softcap else scores
+
+
+def _score_bounds(packed: Tensor, plane: tuple[Tensor, ...], settings: Settings) -> tuple[Tensor, Tensor]:
+    """Lower and upper bounds of the scores (B, K, R, N)."""
+    quantized, scales, residuals = (x.to(packed.dtype) for x in plane)
+    scores = packed @ quantized.mT * (scales * settings.softmax_scale)[:, :, None]
+    norm = torch.linalg.vector_norm(packed, dim=-1, keepdim=True) * (1 + NORM_ROUNDING)
+    error = norm * settings.softmax_scale * residuals[:, :, None]
+    lower, upper = scores - error, scores + error
+    bounded = upper - lower < math.inf  # a NaN is not
+    if settings.softcap:
+        lower = settings.softcap * (torch.tanh(lower / settings.softcap) - SOFTCAP_ROUNDING)
+        upper = settings.softcap * (torch.tanh(upper / settings.softcap) + SOFTCAP_ROUNDING)
+    return lower.where(bounded, NEG_INF), upper.where(bounded, math.inf)
+
+
+def _by_key(tiles: Tensor, block_n: int, seqlen_k: int) -> Tensor:
+    """(B, K, T) -> (B, K, 1, N)."""
+    return tiles.repeat_interleave(block_n, -1)[:, :, None, :seqlen_k]
+
+
+def _keys_of(tiles: Tensor, block_n: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """The keys of each head's tiles, (B, K, S), S the most of any head; and which of them exist."""
+    count = tiles.sum(-1)
+    order = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : int(count.max())]  # (B, K, most)
+    exists = torch.arange(order.shape[-1], device=tiles.device) < count[..., None]
+    keys = (order[..., None] * block_n + torch.arange(block_n, device=tiles.device)).flatten(2)
+    return keys.clamp(max=seqlen_k - 1), exists.repeat_interleave(block_n, -1) & (keys < seqlen_k)
+
+
+def _gathered(x: Tensor, keys: Tensor, exists: Tensor) -> Tensor:
+    """Rows ``keys`` (B, K, S) of (B, K, N, D), zero where there is none."""
+    return x.gather(2, keys[..., None].expand(-1, -1, -1, x.shape[-1])).masked_fill(~exists[..., None], 0)
 
 
 def _by_tile(x: Tensor, block_n: int, fill: float) -> Tensor:
@@ -90,12 +151,14 @@ def _by_tile(x: Tensor, block_n: int, fill: float) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % block_n), value=fill).unflatten(-1, (-1, block_n))
 
 
-def _two_pass(scores: Tensor, threshold: Tensor, sink: Optional[Tensor], block_n: int) -> tuple[Tensor, Tensor]:
-    """Retained and visible tiles, bool (B, K, T)."""
-    full = torch.logsumexp(scores, -1)  # (B, K, R)
+def _two_pass(
+    lower: Tensor, upper: Tensor, threshold: Tensor, sink: Optional[Tensor], block_n: int, slack: int
+) -> tuple[Tensor, Tensor]:
+    """Retained and visible tiles, bool (B, K, T), of scores that lie between ``lower`` and ``upper`` (B, K, R, N)."""
+    full = torch.logsumexp(lower, -1)  # (B, K, R)
     if sink is not None:
         full = torch.logaddexp(full, sink)
-    tile_max = _by_tile(scores, block_n, NEG_INF).amax(-1)  # (B, K, R, T)
+    tile_max = _by_tile(upper, block_n, NEG_INF).amax(-1)  # (B, K, R, T)
     legal = tile_max != NEG_INF  # a NaN votes
     largest = tile_max.amax(-1)
 
@@ -103,11 +166,11 @@ def _two_pass(scores: Tensor, threshold: Tensor, sink: Optional[Tensor], block_n
         limit = torch.minimum(limit_of(mass, threshold, slack), largest)
         return (~(tile_max < limit[..., None]) & legal).any(2)
 
-    tile_mass = _by_tile(scores, block_n, NEG_INF).logsumexp(-1)
+    tile_mass = _by_tile(lower, block_n, NEG_INF).logsumexp(-1)
     kept = tile_mass.where(reaching(full, BACKWARD_SLACK)[:, :, None], NEG_INF).logsumexp(-1)
     if sink is not None:
         kept = torch.logaddexp(kept, sink)
-    return reaching(kept, FORWARD_SLACK), legal.any(2)
+    return reaching(kept, slack), legal.any(2)
 
 
 def _split(scores: Tensor, threshold: Tensor, num_splits: int, block_n: int) -> tuple[Tensor, Tensor]:
@@ -127,9 +190,8 @@ def _split(scores: Tensor, threshold: Tensor, num_splits: int, block_n: int) -> 
     return retained, legal
 
 
-def _omitted(p: Tensor, kept: Tensor, legal: Tensor, form: str, block_n: int) -> Tensor:
-    """(B, K, R): exact in the two-pass form, (legal keys) x (largest p) of each skipped tile in the other."""
-    omitted = p.where(~kept, 0)
-    if form == "two_pass":
+def _omitted(omitted: Tensor, legal: Tensor, form: str, block_n: int) -> Tensor:
+    """(B, K, R): the sum in two passes, (legal keys) x (largest) of each skipped tile in splits."""
+    if form != "split":
         return omitted.sum(-1)
     return (_by_tile(omitted, block_n, 0).amax(-1) * _by_tile(legal, block_n, False).sum(-1)).sum(-1)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from .attend import Call
+from .key_plane import KeyPlane, check_key_plane
 from .query_tile import Settings
 from .support_reuse import is_reusing_support
 from .tile_config import MAX_DECODE_ROWS, decode_launch
 from .visibility import Sequences
 
-FORMS = ("single", "two_pass", "split")
+FORMS = ("single", "two_pass", "int8_two_pass", "split")
 MAX_TOKENS = 64  # new tokens of a sequence
 CPU_SPLITS = 4  # where there is no GPU to fill
 
@@ -30,13 +31,24 @@ def decode_call(
     sinks: Optional[Tensor],
     mask: Optional[Tensor],
     chosen_tile: bool,
+    key_plane: Optional[KeyPlane] = None,
 ) -> Call:
     """``call`` in the form that ``decode`` asks for. ``chosen_tile``: its tile was asked for, and is not the shipped one.
 
     Raises:
-        ValueError: for a form that does not cover the call.
+        ValueError: for a form that does not cover the call, and a ``key_plane`` that is not that of k or that the form does not read.
     """
     form = decode_form(decode, num_splits, q, k, v, sinks, call.sequences, mask, call.discovery)
+    if key_plane is not None:
+        if decode not in ("auto", "int8_two_pass"):
+            raise ValueError(
+                f"decode={decode!r} reads no key_plane: use decode='int8_two_pass' or 'auto', or give none"
+            )
+        check_key_plane(key_plane, k.shape[0], k.shape[2], k.shape[1], k.shape[3], k.device)
+        if form == "two_pass" and call.settings.tau > 0:  # with tau = 0 all exact keys are read anyway
+            form = "int8_two_pass"
+    elif form == "int8_two_pass":
+        raise ValueError("decode='int8_two_pass' reads the keys' INT8 plane: give key_plane, see quantize_keys")
     if form == "single":
         return call
     settings = decode_settings(call.settings, q, v, k.shape[2], chosen_tile)
@@ -61,7 +73,7 @@ def decode_form(
         ValueError: for a form that does not cover the call.
     """
     if decode not in ("auto", *FORMS):
-        raise ValueError(f"decode must be 'auto', 'single', 'two_pass' or 'split', got {decode!r}")
+        raise ValueError(f"decode must be 'auto', 'single', 'two_pass', 'int8_two_pass' or 'split', got {decode!r}")
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(f"num_splits must be a whole number, 0 to let the kernel choose, got {num_splits!r}")
     if decode == "single" and num_splits:

@@ -7,6 +7,8 @@ each row its largest contribution is below tau / L_q of *their* mass, and not th
 The first pass leaves a tile's row maxima, row sums and, unless the row's largest score alone excludes it, its probabilities over
 exp2(row maximum); the second needs no keys, masks or scores. Where many rows would make these probabilities large (KEEP_P False), the
 second pass scores the retained tiles again.
+
+From an INT8 plane (FROM_PLANE; ``decode_plane`` has its first pass) maxima are upper bounds and masses lower bounds.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from .decode_rows import (
     load_queries,
     split_range,
 )
-from .rule import BACKWARD_SLACK, FORWARD_SLACK, is_tile_retained, limit_of
+from .rule import BACKWARD_SLACK, FORWARD_SLACK, is_tile_retained, limit_of, online_softmax_step
 from .tile_steps import LOG2_E
 
 CHUNK = tl.constexpr(32)  # tiles that a walk looks at together
+BOUND_SLACK = tl.constexpr(2.0**-14)  # above what long sums in float32 may be off by: a guarantee stands on it
 PRUNING_SLACK = tl.constexpr(2.0**-16)  # more than the forward's: what it prunes no later test may want
 
 
@@ -93,9 +96,12 @@ def score_tiles_kernel(
 
 
 @triton.jit
-def _full_normalizer(split_max_ptr, split_sum_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS: tl.constexpr,
-                     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, HAS_SINKS: tl.constexpr):  # fmt: skip
-    """log2 of the full normalizer of each row, from those of all splits and the sink; and the row's largest score."""
+def _full_normalizer(split_max_ptr, split_sum_ptr, split_top_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS: tl.constexpr,
+                     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, HAS_SINKS: tl.constexpr, FROM_PLANE: tl.constexpr):  # fmt: skip
+    """log2 of the full normalizer of each row, from those of all splits and the sink; and the row's largest score.
+
+    FROM_PLANE: a lower bound of the normalizer, and the largest upper bound of a score, which ``split_top`` has.
+    """
     rows = tl.arange(0, BLOCK_R)
     is_row = rows < TOKENS * GROUP
     full_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
@@ -110,8 +116,12 @@ def _full_normalizer(split_max_ptr, split_sum_ptr, sinks_ptr, group, kv_head, nu
         mask = (splits < num_splits)[:, None] & is_row[None, :]
         split_max = tl.load(split_max_ptr + offsets, mask=mask, other=float("-inf"))
         split_sum = tl.load(split_sum_ptr + offsets, mask=mask, other=0.0)
-        largest = tl.maximum(largest, tl.max(split_max, 0))
-        new_max = tl.maximum(full_max, largest)
+        new_max = tl.maximum(full_max, tl.max(split_max, 0))
+        if FROM_PLANE:
+            split_max_or_top = tl.load(split_top_ptr + offsets, mask=mask, other=float("-inf"))
+        else:
+            split_max_or_top = split_max
+        largest = tl.maximum(largest, tl.max(split_max_or_top, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         full_sum = full_sum * tl.exp2(full_max - shift) + tl.sum(split_sum * tl.exp2(split_max - shift[None, :]), 0)
         full_max = new_max
@@ -133,10 +143,10 @@ def _reaching_tiles(maxima, limit):
 
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def weigh_retained_kernel(
-    maxima_ptr, sums_ptr, split_max_ptr, split_sum_ptr, kept_ptr, sinks_ptr, bounds_ptr,
+    maxima_ptr, sums_ptr, lower_ptr, split_max_ptr, split_sum_ptr, split_top_ptr, kept_ptr, sinks_ptr, bounds_ptr,
     q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right, tau,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BOUNDS: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SINKS: tl.constexpr, IS_CHAINED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SINKS: tl.constexpr, FROM_PLANE: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One split: the mass of its tiles that reach tau / L_q of the full normalizer, over it; (num_groups, num_splits, rows)."""
     group = tl.program_id(0)
@@ -150,8 +160,8 @@ def weigh_retained_kernel(
     if IS_CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    full_log2, largest = _full_normalizer(split_max_ptr, split_sum_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS, GROUP, BLOCK_R,
-                                          HAS_SINKS)  # fmt: skip
+    full_log2, largest = _full_normalizer(split_max_ptr, split_sum_ptr, split_top_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS,
+                                          GROUP, BLOCK_R, HAS_SINKS, FROM_PLANE)  # fmt: skip
     limit = _row_limits(full_log2, largest, threshold_log2, exists, BACKWARD_SLACK)
     shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
     rows = tl.arange(0, BLOCK_R)
@@ -164,8 +174,12 @@ def weigh_retained_kernel(
         mask = (tiles < end)[:, None] & is_row[None, :]
         maxima = tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf"))
         reaching = _reaching_tiles(maxima, limit)
-        sums = tl.load(sums_ptr + of_tiles, mask=mask & (maxima != float("-inf")), other=0.0)
-        kept += tl.sum(tl.where(reaching[:, None] > 0, sums * tl.exp2(maxima - shift[None, :]), 0.0), 0)
+        if FROM_PLANE:
+            mass = tl.exp2(tl.load(lower_ptr + of_tiles, mask=mask, other=float("-inf")) - shift[None, :])
+        else:
+            sums = tl.load(sums_ptr + of_tiles, mask=mask & (maxima != float("-inf")), other=0.0)
+            mass = sums * tl.exp2(maxima - shift[None, :])
+        kept += tl.sum(tl.where(reaching[:, None] > 0, mass, 0.0), 0)
     tl.store(kept_ptr + (group * num_splits + tl.program_id(1)) * (TOKENS * GROUP) + rows, kept, mask=is_row)
 
 
@@ -188,14 +202,16 @@ def _kept_normalizer(kept_ptr, sinks_ptr, full_log2, group, kv_head, num_splits,
 
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def attend_retained_kernel(
-    q_ptr, k_ptr, v_ptr, maxima_ptr, sums_ptr, p_ptr, split_max_ptr, split_sum_ptr, kept_ptr, sinks_ptr, acc_ptr, state_ptr, tiles_ptr,
-    bounds_ptr, tables_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    q_ptr, k_ptr, v_ptr, maxima_ptr, sums_ptr, p_ptr, lower_ptr, split_max_ptr, split_sum_ptr, split_top_ptr, kept_ptr, sinks_ptr,
+    acc_ptr, state_ptr, tiles_ptr, bounds_ptr, tables_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_tables, q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
     softmax_scale, softcap_log2, tau,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    KEEP_P: tl.constexpr, RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr,
+    KEEP_P: tl.constexpr, FROM_PLANE: tl.constexpr, RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the output, over the full normalizer, as ``decode_combine`` wants it."""
     group = tl.program_id(0)
@@ -209,12 +225,12 @@ def attend_retained_kernel(
     if IS_CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    full_log2, largest = _full_normalizer(split_max_ptr, split_sum_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS, GROUP, BLOCK_R,
-                                 HAS_SINKS)  # fmt: skip
+    full_log2, largest = _full_normalizer(split_max_ptr, split_sum_ptr, split_top_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS,
+                                          GROUP, BLOCK_R, HAS_SINKS, FROM_PLANE)  # fmt: skip
     kept_log2 = _kept_normalizer(
         kept_ptr, sinks_ptr, full_log2, group, kv_head, num_splits, TOKENS, GROUP, BLOCK_R, HAS_SINKS
     )
-    limit = _row_limits(kept_log2, largest, threshold_log2, exists, FORWARD_SLACK)
+    limit = _row_limits(kept_log2, largest, threshold_log2, exists, BOUND_SLACK if FROM_PLANE else FORWARD_SLACK)
     shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
     batch = sequence.to(tl.int64)
     rows = tl.arange(0, BLOCK_R)
@@ -223,6 +239,7 @@ def attend_retained_kernel(
         q = load_queries(q_ptr, batch, kv_head * GROUP, token, exists, q_begin, stride_qb * STRIDE_UNIT, stride_qs * STRIDE_UNIT,
                          stride_qh * STRIDE_UNIT, HEAD_DIM, GROUP, BLOCK_R, BLOCK_D)  # fmt: skip
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    row_max = full_log2
     row_sum = tl.zeros([BLOCK_R], tl.float32)
     omitted = tl.zeros([BLOCK_R], tl.float32)
     of_group = tl.cast(group, tl.int64) * num_k_tiles * (TOKENS * GROUP)
@@ -261,8 +278,10 @@ def attend_retained_kernel(
                                 stride_ks * STRIDE_UNIT, stride_kh * STRIDE_UNIT, HEAD_DIM, BLOCK_N, BLOCK_D, PAGE)  # fmt: skip
                 scores = decode_scores(q, k, start_n, row_low, row_high, softmax_scale, softcap_log2, LOG2_E, BLOCK_N,
                                        HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
-                p = tl.exp2(scores - shift[:, None])
-                row_sum += tl.sum(p, 1)
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=DOT_PRECISION)
-    store_split(acc_ptr, state_ptr, acc, shift, row_sum, omitted, group, tl.program_id(1), num_splits, V_HEAD_DIM, BLOCK_DV, TOKENS,
+                # from a plane, a score may be above what is known of the normalizer
+                p, decay, row_max, row_sum = online_softmax_step(scores, 1.0, tl.max(scores, 1), row_max, row_sum, True)
+                acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=DOT_PRECISION)
+    if RETURN_WORK:
+        omitted = tl.where(omitted == 0.0, 0.0, omitted * tl.exp2(shift - row_max))
+    store_split(acc_ptr, state_ptr, acc, row_max, row_sum, omitted, group, tl.program_id(1), num_splits, V_HEAD_DIM, BLOCK_DV, TOKENS,
                 GROUP, BLOCK_R)  # fmt: skip

@@ -22,6 +22,7 @@ from .call_options import (
 from .checks import check_lengths, check_tensors, normalized_mask
 from .decode_choice import decode_call
 from .dense import uncovered_by_dense
+from .key_plane import KeyPlane
 from .visibility import fixed_sequences, packed_sequences
 
 
@@ -45,6 +46,7 @@ def mala_attn_func(
     discovery: str = "auto",
     decode: str = "auto",
     num_splits: int = 0,
+    key_plane: Optional[KeyPlane] = None,
     save_support: Optional[bool] = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -83,9 +85,13 @@ def mala_attn_func(
             the mass retained so far, as everywhere else. "two_pass": all scores first, then every tile against the full normalizer; a
             skipped key has less than tau / (visible keys) of full attention, however the keys are split. "split": each of
             ``num_splits`` parts of the keys against its own normalizer. In both, the query heads of a KV head share their tiles,
-            and ``tile`` counts the tokens of one. Not for masks, packed sequences or gradients. "auto": "two_pass" where it
-            covers the call.
+            and ``tile`` counts the tokens of one. Not for masks, packed sequences or gradients. "int8_two_pass": two passes of which
+            the first reads ``key_plane`` instead of k. "auto": two passes where they cover the call, from the plane if there is one
+            and tau > 0.
         num_splits: parts of the keys in a decode; 0: as many as fill the GPU.
+        key_plane: k in INT8 with a certified bound of what that loses, (batch, num_kv_heads, seqlen_k, ...), as :func:`quantize_keys`
+            wrote it: then exact k and v are read only in tiles that can matter. A call that is no decode in two passes leaves it
+            alone; ``Work.form`` says which it was.
         save_support: keep the retained tiles for backward, 1 bit each, so that it scores no others; gradients are the same without.
             None: where a gradient is needed and the bits take at most 1/8 of out's memory. ``Work.support_bytes`` reports it.
         deterministic: demand gradients that repeat bit for bit. All implementations give them anyway, but for discovery="dense".
@@ -125,8 +131,8 @@ def mala_attn_func(
     discovery = discovery_of(discovery, ran, q, settings, sequences, mask, may_be_dense=True)
     may_be = ("fused", *(["int8"] if discovery == "auto" else []), *(["dense"] if hands_over else []))
     call = Call(settings, sequences, ran, return_work, save_support, discovery, may_be if asked_auto else ())
-    call = decode_call(call, decode, num_splits, q, k, v, sinks, mask, tile is not None)
-    out, lse, work = attend(q, k, v, sinks, mask, call)
+    call = decode_call(call, decode, num_splits, q, k, v, sinks, mask, tile is not None, key_plane)
+    out, lse, work = attend(q, k, v, sinks, mask, call, key_plane=key_plane)
     return returned(out, lse, work, return_lse, return_work)
 
 

@@ -12,6 +12,8 @@ from .attend import Call, attend
 from .call_options import check_call_flags, discovery_of, if_readable, implementation_of, returned, settings_of
 from .checks import check_cache, check_lengths, check_tensors
 from .decode_choice import decode_call
+from .key_plane import KeyPlane
+from .key_plane_write import quantize_keys
 from .paged import check_pages, gathered, write_pages
 from .visibility import fixed_sequences
 
@@ -37,6 +39,7 @@ def mala_attn_with_kvcache_func(
     discovery: str = "auto",
     decode: str = "auto",
     num_splits: int = 0,
+    key_plane: Optional[KeyPlane] = None,
     save_support: Optional[bool] = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -53,6 +56,7 @@ def mala_attn_with_kvcache_func(
         leftpad_k: int (batch,), first key that counts.
         block_table: int (batch, pages), each sequence's pages in order; those behind the filled ones are not read. A decode on a GPU
             reads through the table; any other call copies the pages into one piece first.
+        key_plane: the INT8 plane of k_cache, (batch, num_kv_heads, cache_len, ...); ``k`` is written into it too. Not for pages.
         Others and returned values as in :func:`mala_attn_func`.
     """
     if (k is None) != (v is None):
@@ -79,7 +83,9 @@ def mala_attn_with_kvcache_func(
     impl = implementation_of(impl, q)
     discovery = discovery_of(discovery, impl, q, settings, sequences, None)
     call = Call(settings, sequences, impl, return_work, save_support, discovery)
-    call = decode_call(call, decode, num_splits, q, k_cache, v_cache, sinks, None, tile is not None)
+    if block_table is not None and key_plane is not None:
+        raise ValueError("key_plane is that of a cache in one piece: a cache in pages (block_table) has none")
+    call = decode_call(call, decode, num_splits, q, k_cache, v_cache, sinks, None, tile is not None, key_plane)
     if k is not None and v is not None:
         if block_table is not None:
             write_pages(k_cache, v_cache, k, v, block_table, cache_seqlens)
@@ -88,8 +94,10 @@ def mala_attn_with_kvcache_func(
             sequence = torch.arange(q.shape[0], device=q.device)[:, None]
             k_cache[sequence, position] = k
             v_cache[sequence, position] = v
+            if key_plane is not None:
+                quantize_keys(k, key_plane, cache_seqlens)
     if block_table is not None and (call.form == "single" or call.impl != "triton"):
         k_cache, v_cache = gathered(k_cache, block_table), gathered(v_cache, block_table)
         block_table = None
-    out, lse, work = attend(q, k_cache, v_cache, sinks, None, call, block_table)
+    out, lse, work = attend(q, k_cache, v_cache, sinks, None, call, block_table, key_plane)
     return returned(out, lse, work, return_lse, return_work)

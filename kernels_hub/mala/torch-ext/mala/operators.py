@@ -13,6 +13,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from . import blockwise, decode_blockwise, reference, reference_decode
 from ._ops import add_op_namespace_prefix
+from .key_plane import KeyPlane
 from .query_tile import Settings
 from .support_bits import support_shape
 from .visibility import Sequences, fixed_sequences
@@ -42,20 +43,27 @@ def forward(
     form: str,
     num_splits: int,
     block_table: Optional[Tensor],
+    quantized_keys: Optional[Tensor],
+    key_scales: Optional[Tensor],
+    key_residuals: Optional[Tensor],
     return_work: bool,
     save_support: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, lse, tiles, certificate, support of q (batch, seqlen_q, num_heads, head_dim), k, v; see ``blockwise.forward``.
 
     ``bounds`` and the three numbers after ``support`` are those of :class:`Sequences`. ``support``: what an earlier call on the same
-    inputs found; its tiles are walked, no others, and it is not returned once more.
+    inputs found; its tiles are walked, no others, and it is not returned once more. The three tensors before ``return_work`` are those
+    of a :class:`KeyPlane`, all or none.
     """
     settings = Settings(tau, softmax_scale, (window_left, window_right), softcap, (block_m, block_n))
     sequences = _sequences(q, k, bounds, max_seqlen_q, max_seqlen_k, is_packed, window_right)
+    plane = None
+    if quantized_keys is not None and key_scales is not None and key_residuals is not None:
+        plane = KeyPlane(quantized_keys, key_scales, key_residuals)
     with torch.autocast(q.device.type, enabled=False):  # it would round scores to 16 bit
         if form != "single":
             results = (
-                *_decode(q, k, v, settings, sequences, sinks, impl, form, num_splits, block_table, return_work),
+                *_decode(q, k, v, settings, sequences, sinks, impl, form, num_splits, block_table, plane, return_work),
                 None,
             )
         elif impl == "triton":
@@ -78,13 +86,15 @@ def forward(
     )
 
 
-def _decode(q, k, v, settings, sequences, sinks, impl, form, num_splits, block_table, return_work):
+def _decode(q, k, v, settings, sequences, sinks, impl, form, num_splits, block_table, plane, return_work):
     if impl == "triton":
         from .decode import launch_decode
 
-        return launch_decode(q, k, v, settings, sequences, sinks, form, num_splits, return_work, block_table)
+        return launch_decode(
+            q, k, v, settings, sequences, sinks, form, num_splits, return_work, block_table, key_plane=plane
+        )
     implementation = reference_decode.decode_sequences if impl == "reference" else decode_blockwise.forward
-    return implementation(q, k, v, settings, sequences, sinks, form, num_splits)
+    return implementation(q, k, v, settings, sequences, sinks, form, num_splits, plane)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("backward"), mutates_args=())
@@ -143,8 +153,8 @@ def _sequences(q, k, bounds, max_seqlen_q, max_seqlen_k, is_packed, window_right
 
 @forward.register_fake
 def _(q, k, v, sinks, mask, bounds, support, max_seqlen_q, max_seqlen_k, is_packed, tau, softmax_scale, window_left,
-      window_right, softcap, block_m, block_n, impl, discovery, form, num_splits, block_table, return_work,
-      save_support):  # fmt: skip
+      window_right, softcap, block_m, block_n, impl, discovery, form, num_splits, block_table,
+      quantized_keys, key_scales, key_residuals, return_work, save_support):  # fmt: skip
     batch, seqlen_q, num_heads, _ = q.shape
     num_sequences = batch if bounds is None else bounds.shape[0]
     q_tiles, k_tiles = -(-max_seqlen_q // block_m), -(-max_seqlen_k // block_n)
@@ -168,7 +178,7 @@ def _(q, k, v, sinks, mask, bounds, support, out, lse, do, max_seqlen_q, max_seq
 
 
 NUM_TENSORS = 7  # of forward, before its numbers
-NUM_FLAGS = 6  # after them: from discovery to save_support
+NUM_FLAGS = 9  # after them: from discovery to save_support
 
 
 def _remember(ctx, inputs, output) -> None:

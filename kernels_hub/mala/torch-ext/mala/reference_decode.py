@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule for a few new tokens over a long cache, executable. The query heads of a KV head share a tile, and so its fate.
 
-Two forms of the test "is the largest contribution of this tile below tau / L_q in each of its rows":
+Three forms of the test "is the largest contribution of this tile below tau / L_q in each of its rows":
 
 - two_pass: of the mass of the tiles that pass the same test against the full normalizer (all visible keys, and the sink). So every
   skipped key has less than tau / L_q of the retained mass, as in the rule, and of full attention, however the keys are split. The
   full normalizer alone would not do: beside one key with half of the mass, every other key of an even rest has less than 1 / L_q.
   A row's largest key is always retained, so no row is ever empty.
+- int8_two_pass: the same from an INT8 plane of the keys (``key_plane.py``) and its residuals, which give a lower and an upper bound of
+  every score. A tile is tested with its upper bounds, against a mass made of lower bounds: what it skips has less than tau / L_q of
+  the mass that is retained. Exact keys and values are read of retained tiles alone.
 - split: of what the tile's own split of the keys has retained so far, later keys first; the splits are merged by their lse.
 
 Letters in the shape comments: R = rows, tokens x query heads of a KV head, token by token; N = seqlen_k, D = head_dim, E = value
@@ -21,6 +24,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from .key_plane import KeyPlane
 from .reference import NOT_VISIBLE, RETAINED, SKIPPED, HeadResult, forward_head, legal_pairs, log_threshold, scores_of
 
 
@@ -35,44 +39,74 @@ def two_pass_head(
     tile: tuple[int, int],
     softcap: float = 0.0,
     sink: Optional[Tensor] = None,
+    plane: Optional[tuple[Tensor, Tensor, Tensor]] = None,
 ) -> HeadResult:
     """q (R, D), k (N, D), v (N, E), legal bool (R, N), tile (Bm, Bn), sink a scalar or (R,). lse is that of the retained keys.
 
-    The certificate is exact here: omitted mass = c / (1 + c).
+    plane: quantized (N, D), scales (N,), residuals (N,) of k, for the form int8_two_pass. Without, the certificate is exact: omitted
+    mass = c / (1 + c); with one it is what the omitted mass can be at most.
     """
-    block_m, block_n = tile
-    scores = scores_of(q, k, softmax_scale, softcap).masked_fill(~legal, -math.inf)  # (R, N)
-    full = torch.logsumexp(scores, 1)  # (R,)
-    if sink is not None:
-        full = torch.logaddexp(full, sink.expand_as(full))
+    if plane is None:
+        lower = upper = scores_of(q, k, softmax_scale, softcap).masked_fill(~legal, -math.inf)  # (R, N)
+    else:
+        lower, upper = (x.masked_fill(~legal, -math.inf) for x in _score_bounds(q, plane, softmax_scale, softcap))
     threshold = log_threshold(legal.sum(1), tau).to(q)  # (R,)
-    first = _reaching(scores, torch.minimum(full + threshold, scores.amax(1)), tile)  # bool (q_tiles, k_tiles)
-    kept = torch.logsumexp(scores.masked_fill(~_by_key(first, scores.shape, tile), -math.inf), 1)  # (R,)
-    if sink is not None:
-        kept = torch.logaddexp(kept, sink.expand_as(kept))
+    full = _with_sink(torch.logsumexp(lower, 1), sink)  # (R,)
+    first = _reaching(upper, torch.minimum(full + threshold, upper.amax(1)), tile)  # bool (q_tiles, k_tiles)
+    kept = _with_sink(
+        torch.logsumexp(lower.masked_fill(~_by_key(first, lower.shape, tile), -math.inf), 1), sink
+    )  # (R,)
     # a row's largest key is always retained: tau above 1, or a large sink, would leave a row without any
-    limit = torch.minimum(kept + threshold, scores.amax(1))  # (R,)
-    q_tiles, k_tiles = math.ceil(len(q) / block_m), math.ceil(len(k) / block_n)
+    tiles, margin = _tested(upper, torch.minimum(kept + threshold, upper.amax(1)), tile)
+    retained = _by_key(tiles == RETAINED, lower.shape, tile).to(q.device)  # bool (R, N)
+    if plane is None:
+        scores = lower
+    else:
+        needed = retained.any(0)[:, None]  # (N, 1)
+        k, v = k.where(needed, 0), v.where(needed, 0)
+        scores = scores_of(q, k, softmax_scale, softcap).masked_fill(~legal, -math.inf)
+    lse = _with_sink(torch.logsumexp(scores.masked_fill(~retained, -math.inf), 1), sink)  # (R,)
+    shift = torch.where(lse != -math.inf, lse, 0)[:, None]
+    p = torch.exp(scores - shift)  # (R, N)
+    return HeadResult((p * retained) @ v, lse, tiles, torch.exp(upper - shift).where(~retained, 0).sum(1), margin)
+
+
+def _score_bounds(
+    q: Tensor, plane: tuple[Tensor, Tensor, Tensor], softmax_scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Between which numbers each score (R, N) lies."""
+    quantized, scales, residuals = (x.to(q.dtype) for x in plane)
+    scores = softmax_scale * (q @ (scales[:, None] * quantized).T)  # (R, N)
+    error = softmax_scale * q.norm(dim=1)[:, None] * residuals  # (R, N)
+    bounds = scores - error, scores + error
+    bounded = (bounds[1] - bounds[0]).isfinite()
+    if softcap:
+        bounds = softcap * torch.tanh(bounds[0] / softcap), softcap * torch.tanh(bounds[1] / softcap)
+    return bounds[0].where(bounded, -math.inf), bounds[1].where(bounded, math.inf)
+
+
+def _with_sink(mass: Tensor, sink: Optional[Tensor]) -> Tensor:
+    return mass if sink is None else torch.logaddexp(mass, sink.expand_as(mass))
+
+
+def _tested(upper: Tensor, limit: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The map of tiles (q_tiles, k_tiles), and by how much each was decided; ``upper`` (R, N) against ``limit`` (R,)."""
+    block_m, block_n = tile
+    q_tiles, k_tiles = math.ceil(upper.shape[0] / block_m), math.ceil(upper.shape[1] / block_n)
     tiles = torch.full((q_tiles, k_tiles), NOT_VISIBLE, dtype=torch.int8)
-    margin = torch.full((q_tiles, k_tiles), -math.inf, dtype=q.dtype)
+    margin = torch.full((q_tiles, k_tiles), -math.inf, dtype=upper.dtype)
     for q_tile in range(q_tiles):
         rows = slice(q_tile * block_m, (q_tile + 1) * block_m)
         for k_tile in range(k_tiles):
             keys = slice(k_tile * block_n, (k_tile + 1) * block_n)
-            tile_max = scores[rows, keys].amax(1)  # (Bm,)
+            tile_max = upper[rows, keys].amax(1)  # (Bm,)
             constrains = tile_max != -math.inf  # (Bm,); a NaN does
             if not constrains.any():
                 continue
             margin[q_tile, k_tile] = (tile_max - limit[rows])[constrains].amax()
             retained = not (tile_max < limit[rows])[constrains].all()
             tiles[q_tile, k_tile] = RETAINED if retained else SKIPPED
-    kept = _by_key(tiles == RETAINED, scores.shape, tile).to(scores.device)  # bool (R, N)
-    lse = torch.logsumexp(scores.masked_fill(~kept, -math.inf), 1)  # (R,)
-    if sink is not None:
-        lse = torch.logaddexp(lse, sink.expand_as(lse))
-    shift = torch.where(lse != -math.inf, lse, 0)
-    p = torch.exp(scores - shift[:, None])  # (R, N)
-    return HeadResult((p * kept) @ v, lse, tiles, (p * ~kept).sum(1), margin)
+    return tiles, margin
 
 
 def _reaching(scores: Tensor, limit: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -123,9 +157,7 @@ def split_head(
     tiles = torch.full((q_tiles, k_tiles), NOT_VISIBLE, dtype=torch.int8)
     margin = torch.full((q_tiles, k_tiles), -math.inf, dtype=q.dtype)
     lse = torch.stack([part.lse for part in parts] or [q.new_full((len(q),), -math.inf)])  # (splits, R)
-    merged = torch.logsumexp(lse, 0)  # (R,)
-    if sink is not None:
-        merged = torch.logaddexp(merged, sink.expand_as(merged))
+    merged = _with_sink(torch.logsumexp(lse, 0), sink)  # (R,)
     weights = torch.exp(lse - torch.where(merged != -math.inf, merged, 0))  # (splits, R)
     out, certificate = q.new_zeros(len(q), v.shape[1]), q.new_zeros(len(q))
     for weight, part in zip(weights, parts):
@@ -147,6 +179,7 @@ def decode_sequences(
     sinks: Optional[Tensor],
     form: str,
     num_splits: int,
+    key_plane: Optional[KeyPlane] = None,
 ):
     """out, lse, tiles, certificate of a whole call, as ``reference.forward_sequences``; ``settings.tile`` counts tokens of one head."""
     batch, seqlen_q, num_heads, _ = q.shape
@@ -179,6 +212,8 @@ def decode_sequences(
                 if form == "split":
                     result = split_head(packed, head_k, head_v, legal, num_splits=num_splits, **of_tile)
                 else:
+                    if key_plane is not None:
+                        of_tile["plane"] = tuple(x[b, kv_head, k_begin:k_end] for x in key_plane.tensors)
                     result = two_pass_head(packed, head_k, head_v, legal, **of_tile)
                 out[b, rows, heads] = result.out.unflatten(0, (-1, group)).to(out.dtype)
                 lse[b, heads, rows] = result.lse.unflatten(0, (-1, group)).T

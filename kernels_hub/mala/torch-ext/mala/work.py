@@ -45,8 +45,9 @@ class Work:
         impl: the implementation that ran: "triton", "blockwise", "reference", or "sdpa" for torch's dense kernels; "triton, sdpa" where
             heads differ.
         support_bytes: memory that the call keeps until backward for the retained tiles, 1 bit each; 0 where it keeps none.
-        form: "single" pass from the diagonal to earlier keys, or a decode in "two_pass" or "split" form. In a decode the query heads of
-            a KV head share their tiles, and in two passes omitted mass = certificate / (1 + certificate) exactly.
+        form: "single" pass from the diagonal to earlier keys, or a decode in "two_pass", "int8_two_pass" or "split" form. In a decode
+            the query heads of a KV head share their tiles, and in exact two passes omitted mass = certificate / (1 + certificate); from
+            an INT8 plane that is the most it can be.
         choices: how it was computed and why; more than one where heads went different ways.
     """
 

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys in INT8 beside the cache, with a certified bound of what that loses: a decode that reads it learns which exact keys it needs.
+
+A key k is kept as ``k_hat = scale * quantized``, scale = max |k| / 127, and a number ``residual`` for which, whatever the query,
+
+    |q k - q k_hat|  <=  |q| residual                                 (2-norms)
+
+residual is |k - k_hat|, and besides it what float32 may round away: in this file, and in both products of head_dim terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+LARGEST = 127.0
+SMALLEST_KEY = 2.0**-100  # below it a key is kept as zero, and all of it is residual
+# of the two float32 products, per term and for some terms more; of sums of squares and roots; of squares below float32's range
+PRODUCT_ROUNDING, MORE_TERMS = 2.0**-22, 16
+NORM_ROUNDING = 2.0**-14
+LOST_SQUARES = 2.0**-62
+
+
+@dataclass(frozen=True)
+class KeyPlane:
+    """Keys 0 to keys - 1 of each KV head in INT8: 1/4 of what bfloat16 keys and values of that head_dim take, and 8 bytes a key.
+
+    Attributes:
+        quantized: int8 (batch, num_kv_heads, keys, head_dim), last dimension contiguous.
+        scales: float32 (batch, num_kv_heads, keys), last dimension contiguous.
+        residuals: like ``scales``; inf for a key of which the plane says nothing, since it holds a NaN or an infinity.
+    """
+
+    quantized: Tensor
+    scales: Tensor
+    residuals: Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, num_kv_heads: int, keys: int, head_dim: int, device: torch.device | str | None = None
+    ) -> KeyPlane:
+        """Room for so many keys, not yet written: see :func:`quantize_keys`."""
+        numbers = (batch, num_kv_heads, keys)
+        return cls(
+            torch.empty(*numbers, head_dim, dtype=torch.int8, device=device),
+            torch.empty(numbers, dtype=torch.float32, device=device),
+            torch.empty(numbers, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All there is."""
+        return self.quantized, self.scales, self.residuals
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys that are covered, not of a larger buffer behind them."""
+        return sum(x.nbytes for x in self.tensors)
+
+    def first(self, keys: int) -> KeyPlane:
+        """A view of the first ``keys`` keys."""
+        return KeyPlane(*(x[:, :, :keys] for x in self.tensors))
+
+
+def check_key_plane(
+    plane: Any, batch: int, num_kv_heads: int, keys: Optional[int], head_dim: int, device: torch.device
+) -> None:
+    """``ValueError`` unless the plane is one of so many keys, one for one; keys None: of any number."""
+    tensors = [getattr(plane, name, None) for name in ("quantized", "scales", "residuals")]
+    if not all(isinstance(x, Tensor) for x in tensors):
+        raise ValueError(f"key_plane must be a KeyPlane, got {type(plane).__name__}")
+    numbers = (batch, num_kv_heads, plane.quantized.shape[2] if keys is None and plane.quantized.ndim == 4 else keys)
+    expected = ((*numbers, head_dim), torch.int8), (numbers, torch.float32), (numbers, torch.float32)
+    for name, x, (shape, dtype) in zip(
+        ("quantized", "scales", "residuals"), (plane.quantized, plane.scales, plane.residuals), expected
+    ):
+        if tuple(x.shape) != shape or x.dtype != dtype or x.device != device:
+            raise ValueError(
+                f"key_plane.{name} must be {dtype} {shape} on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
+            )
+        if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(f"key_plane.{name}'s last dimension must be contiguous, got strides {x.stride()}")
+    if plane.scales.stride() != plane.residuals.stride():
+        raise ValueError("key_plane.scales and key_plane.residuals must have the same strides")
+
+
+def quantized(k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """quantized (..., head_dim), scales (...), residuals (...) of k (..., head_dim): what the kernel computes, in PyTorch."""
+    k = k.float()
+    largest = k.abs().amax(-1)
+    covered = largest < float("inf")  # not so for a NaN
+    k = k.where(covered[..., None], 0)
+    largest = largest.where(covered, 0)
+    scales = largest * (1 / LARGEST)
+    inverse = torch.where(largest > SMALLEST_KEY, torch.full_like(largest, LARGEST) / largest, 0)
+    rounded = (k * inverse[..., None] + 0.5).floor()
+    lost = (k - rounded * scales[..., None]).square().sum(-1).sqrt()
+    residuals = residual_bound(lost, k.square().sum(-1).sqrt(), k.shape[-1])
+    return rounded.to(torch.int8), scales, residuals.where(covered, float("inf"))
+
+
+def residual_bound(lost: Any, norm: Any, head_dim: int) -> Any:
+    """The residual of keys whose computed |k - k_hat| and |k| are these."""
+    rounding = (head_dim + MORE_TERMS) * PRODUCT_ROUNDING
+    return (lost + norm * rounding + head_dim**0.5 * LOST_SQUARES) * (1 + NORM_ROUNDING)

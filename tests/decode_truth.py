@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode must give: the definition of its form in float64, and the same in float32 as the baseline of its error."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from calls import Call
+from helpers import SKIPPED, assert_near
+from inputs import Case
+from torch import Tensor
+
+from mala_hf.ops import reference_decode
+from mala_hf.ops.call_options import settings_of
+from mala_hf.ops.decode_choice import decode_settings
+from mala_hf.ops.visibility import fixed_sequences
+
+SPLITS = 3
+DECODE = Case(seqlen_q=1, seqlen_k=210, num_heads=4, num_kv_heads=2, tile=(64, 16))
+
+
+def reference(call: Call, form: str, dtype: torch.dtype = torch.float64):
+    """out, lse, tiles, certificate and margins by the definition, in ``dtype`` throughout."""
+    q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
+    options = call.options
+    lengths = {name: options.get(name) for name in ("seqused_q", "seqused_k", "leftpad_k")}
+    settings = settings_of(
+        q, v, options["tau"], options["causal"], options.get("softmax_scale"), options["window"], options["softcap"],
+        options["tile"], q.shape[1], k.shape[1],
+    )  # fmt: skip
+    sequences = fixed_sequences(q.shape[0], q.shape[1], k.shape[1], settings.window[1], **lengths)
+    settings = decode_settings(settings, q, v, k.shape[2], True)
+    return reference_decode.decode_sequences(
+        q, k, v, settings, sequences, options.get("sinks"), form, SPLITS, options.get("key_plane")
+    )
+
+
+def assert_decode(call: Call, form: str, out: Tensor, lse: Tensor, work) -> int:
+    """Equal tiles, and values within the same-precision baseline of float64. Returns the number of skipped tiles."""
+    truth_out, truth_lse, tiles, certificate = reference(call, form)
+    same_out, same_lse, _, same_certificate = reference(call, form, torch.float32)
+    assert (work.form, work.tile[1]) == (form, call.options["tile"][1])
+    assert torch.equal(work.tiles.cpu(), tiles.cpu()), call.case.id
+    if call.q.dtype in (torch.float16, torch.bfloat16):
+        same_out = same_out.to(call.q.dtype)
+    size = 1 + math.sqrt(call.q.shape[-1])
+    assert_near("out", out.cpu(), truth_out.cpu(), same_out.cpu(), size)
+    assert_near("lse", lse.cpu(), truth_lse.cpu(), same_lse.cpu(), size)
+    # a bound's exponent is rounded as scores are; exact ones are rounded alike in the baseline
+    exponent = 1 + truth_lse.abs().max() if form == "int8_two_pass" else 1
+    assert_near("certificate", work.certificate.cpu(), certificate.cpu(), same_certificate.cpu(), 8 * size * exponent)
+    return int((tiles == SKIPPED).sum())
