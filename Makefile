@@ -13,6 +13,7 @@ NEWEST ?= 'transformers>=5.17,<5.25'
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() or 1, 8))')
 PYTEST_FLAGS ?=
 DEMO_FLAGS ?=
+FUZZ_FLAGS ?=
 
 BIN := .venv/bin
 # byte-compiling what is used once costs a fresh machine half a minute
@@ -24,7 +25,7 @@ PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/
 
 SAY_VERSION = $(BIN)/python -c 'from importlib.metadata import version; print("transformers", version("transformers"))'
 
-.PHONY: help test unit lint format demo clean oldest newest
+.PHONY: help test unit lint format demo fuzz clean oldest newest
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -51,6 +52,9 @@ oldest: .venv/dev .overlays/oldest/done ## the Transformers tests on the oldest 
 newest: .venv/dev .overlays/newest/done ## the Transformers tests on the newest supported release
 	@PYTHONPATH=.overlays/newest $(SAY_VERSION)
 	PYTHONPATH=.overlays/newest $(PYTEST) -m transformers
+
+fuzz: .venv/dev ## 10,000 drawn calls against the rule, with another seed: make fuzz FUZZ_FLAGS="--seed 7"; about half an hour
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python scripts/fuzz.py --cases 10000 $(FUZZ_FLAGS)
 
 format: .venv/dev ## rewrite the files as ruff wants them
 	$(BIN)/ruff check --fix

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the fuzz judges a call: against the rule's definition in float64, and against what the same call is in another form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from calls import Call
+from gradients import Forward, Gradients, check_backward, gradient_of, launch_arguments
+from helpers import NOT_VISIBLE, RETAINED, TIE_ROUNDINGS, assert_near, check_forward, precision_of
+from torch import Tensor
+
+from mala_hf.ops import blockwise, reference_decode
+from mala_hf.ops.support_bits import pack_support
+
+
+def check_values(call: Call, impl: str) -> Forward:
+    """Tiles, out, lse and certificate are the rule's; reporting them changes no bit."""
+    out, lse, work = call.run(impl, return_lse=True, return_work=True)
+    check_forward(call, out, lse, work)
+    plain, plain_lse = call.run(impl, return_lse=True)
+    assert torch.equal(plain, out), "reporting the work changed out"
+    assert torch.equal(plain_lse, lse), "reporting the work changed lse"
+    return Forward(out, lse, work.tiles, pack_support(work.tiles == RETAINED))
+
+
+def check_gradients(call: Call, impl: str, forward: Forward, save_support: bool) -> None:
+    """Gradients of the public function are the rule's, over tiles that forward retained."""
+    do = gradient_of(call)
+    leaves = [x.detach().requires_grad_() for x in call.tensors_and_sinks()]
+    names = ["q", "k", "v", "sinks"][: len(leaves)]
+    out = call.with_(**dict(zip(names, leaves, strict=True))).run(impl, save_support=save_support)
+    found = dict(zip(names, torch.autograd.grad(out, leaves, do), strict=True))
+    support = found_support(call, impl, forward, do)
+    q_tiles, words = support.shape[2:]  # of the longest sequence that there is, not that there may be
+    forward = replace(forward, support=forward.support[:, :, :q_tiles, :words])
+    assert not (support & ~forward.support).any(), "backward keeps a tile that forward skipped"
+    gradients = Gradients(found["q"], found["k"], found["v"], found.get("sinks"), support)
+    check_backward(call, forward, do, gradients)
+
+
+def found_support(call: Call, impl: str, forward: Forward, do: Tensor) -> Tensor:
+    """The tiles that a backward finds on its own."""
+    q, k, v, *rest = launch_arguments(call)
+    out, lse, do = (x[None] if call.is_packed else x for x in (forward.out, forward.lse, do))
+    if impl == "triton":
+        from mala_hf.ops.backward import launch_backward
+
+        return launch_backward(q, k, v, out, lse, do, *rest)[4]
+    return pack_support(blockwise.backward(q, k, v, out, lse, do, *rest)[4] == RETAINED)
+
+
+def decode_truth(call: Call, form: str, splits: int, dtype: torch.dtype):
+    """out, lse, tiles, certificate by the form's definition in ``dtype``."""
+    q, k, v, settings, sequences, sinks, _ = launch_arguments(call)
+    group = q.shape[2] // k.shape[2]
+    tokens = max(1, min(settings.tile[0], q.shape[1], 64 // group))
+    settings = replace(settings, tile=(tokens, settings.tile[1]))
+    tensors = (x.to(dtype) for x in (q, k, v))
+    return reference_decode.decode_sequences(*tensors, settings, sequences, sinks, form, splits)
+
+
+def check_decode(call: Call, form: str, splits: int, impl: str) -> None:
+    """Tiles, out, lse and certificate are those of the form's definition."""
+    out, lse, work = call.run(impl, decode=form, num_splits=splits, return_lse=True, return_work=True)
+    assert work.form == form
+    truth = decode_truth(call, form, splits, torch.float64)
+    same = decode_truth(call, form, splits, call.q.dtype if call.q.dtype == torch.float64 else torch.float32)
+    if not torch.equal(work.tiles, truth[2]):
+        assert torch.equal(work.tiles == NOT_VISIBLE, truth[2] == NOT_VISIBLE), "visible tiles differ"
+        nudged = [
+            decode_truth(call.with_(tau=call.options["tau"] * (1 + by)), form, splits, torch.float64)
+            for by in nudges(call)
+        ]
+        assert any(torch.equal(work.tiles, other[2]) for other in nudged), (
+            "tiles differ, and no rounding of tau explains it"
+        )
+        return
+    size = 1 + math.sqrt(call.q.shape[-1]) + score_size(call)
+    in_dtype = same[0].to(call.q.dtype)
+    assert_near("out", out, truth[0], in_dtype, size)
+    assert_near("lse", lse, truth[1], same[1], size)
+    assert_near("certificate", work.certificate, truth[3], same[3], 8 * size)
+    plain, plain_lse = call.run(impl, decode=form, num_splits=splits, return_lse=True)
+    assert torch.equal(plain, out)
+    assert torch.equal(plain_lse, lse)
+
+
+def nudges(call: Call) -> list[float]:
+    """Relative changes of tau within what rounding of the scores may do to a decision."""
+    tie = TIE_ROUNDINGS * precision_of(call.q.dtype) * score_size(call)
+    slack = {torch.float64: 40 * torch.finfo(torch.float64).eps}.get(call.q.dtype, 2.0**-16)
+    return [sign * by for by in (tie, slack * 40, slack) for sign in (1, -1)]
+
+
+def score_size(call: Call) -> float:
+    """The largest |q| |k| softmax_scale."""
+    scale = call.options.get("softmax_scale") or call.q.shape[-1] ** -0.5
+    q, k = (x.double().nan_to_num().norm(dim=-1) for x in (call.q, call.k))
+    return 1.0 + (float(q.max() * k.max()) * scale if q.numel() and k.numel() else 0.0)
