@@ -12,6 +12,7 @@ from tiny_model import save_tiny_checkpoint, tiny_llama
 sys.path.append(str(ROOT / "scripts"))
 
 import study_concentrate
+import training_study_tables
 from concentrate_runs import Arm
 from log_scaled_queries import log_scale, log_scaled_queries
 from study_data import read_data
@@ -105,6 +106,10 @@ def test_all_arms_are_one_command_and_one_file(data, tmp_path, monkeypatch):
     for run in found["arms"]:
         assert [(row["implementation"], row["samples"]) for row in run["ruler"]["tasks"]] == [("sdpa", 2), ("mala", 2)]
     assert found["plan"]["tile"] == [16, 16]
+    rows = [line.split(" | ") for line in training_study_tables.concentrate_table(found).splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| start", f"| {ARMS[3]}"]
+    assert [row[1] for row in rows] == ["0", "2"]
+    assert all(cell.strip(" |") for row in rows for cell in row)
     assert found["data"]["sources"]["held"] == "held.txt"
     monkeypatch.setattr(sys, "argv", [*command, "--arms", "sdpa"])
     with pytest.raises(SystemExit, match=r"study_concentrate.py: an arm is start, mala"):

@@ -12,6 +12,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import study_model
 import task_data
+import training_study_tables
 
 ARC = """\
 ---
@@ -65,6 +66,8 @@ def test_local_data_gives_knowledge_and_reasoning_a_score(place, tmp_path, monke
     assert found["model"] == "tiny"
     assert str(place) not in output.read_text("utf-8")
     last = capsys.readouterr().out.splitlines()
+    rows = training_study_tables.model_rows(found)
+    assert rows[1] == ["tiny, mala, tau 1", f"{found['rows'][1]['score']:.2f}", "", "", ""]
     assert last[-1].split() == ["mala,", "tau", "1", f"{found['rows'][1]['score']:.2f}"]
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.append(str(ROOT / "scripts"))
 
 import study_scaling
+import training_study_tables
 from scaling_models import SIZES, Size, Trained
 from scaling_runs import Plan, Run, Stage
 from study_data import read_data
@@ -145,6 +146,12 @@ def test_one_command_runs_all_and_keeps_a_model(data, tmp_path, monkeypatch):
     found = json.loads(output.read_text("utf-8"))
     assert [(run["size"], run["attention"], run["complete"]) for run in found["runs"]] == [(SIZE, "mala", True)]
     assert found["plan"]["stages"] == [{"seqlen": 64, "batch": 2, "steps": 4}]
+    row = training_study_tables.scaling_table(found).splitlines()[2].split(" | ")
+    assert row[0].endswith(SIZE)
+    assert f"{found['runs'][0]['training_flops']['state_only']:.3e}" in row
+    points = training_study_tables.loss_by_flops(found["runs"][0])
+    assert [loss for _, loss in points] == [loss for _, loss in found["runs"][0]["loss"]]
+    assert points[-1][0] == pytest.approx(found["runs"][0]["training_flops"]["state_only"])
     model = AutoModelForCausalLM.from_pretrained(kept, attn_implementation="mala")
     assert model.config.mala == {"tau": 1.0}
     assert model.dtype == torch.bfloat16
