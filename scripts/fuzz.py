@@ -72,7 +72,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--fresh", action="store_true", help="forget what the file holds")
     options = parser.parse_args()
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton, which nothing has imported so far, reads it then
+    if os.environ.get("TRITON_INTERPRET") != "1":  # triton reads it when it is imported, which it is by now
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
     torch.set_num_threads(1)  # the tensors are small
     names = options.target or list(TARGETS)
     shares = {name: TARGETS[name].share for name in names}

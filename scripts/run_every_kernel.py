@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mala_hf import ops
 
-LAUNCHERS = ("backward", "decode", "discover", "forward")
+LAUNCHERS = ("backward", "decode", "discover", "discover_probe", "forward", "key_plane_kernel")
 HOPPER_LAUNCHERS = ("discover_hopper", "forward_hopper_launch")
 FORWARD_ONLY, TRAINED = False, True
 
@@ -134,6 +134,21 @@ def pages(form: str) -> Callable:
     return run
 
 
+def from_plane(return_work: bool) -> Callable:
+    """A decode from the INT8 plane of a cache, after a write into both."""
+
+    def run(make: Inputs) -> list[Tensor]:
+        q, k, v = make.qkv(2, 2)
+        caches = make.qkv(2, 300)[1:]
+        plane = ops.quantize_keys(caches[0], impl="triton")
+        found = ops.mala_attn_with_kvcache_func(
+            q, *caches, k, v, cache_seqlens=make.ints(290, 70), key_plane=plane, impl="triton", return_work=return_work
+        )
+        return [found[0] if return_work else found, plane.scales[:, :, :72].contiguous()]
+
+    return run
+
+
 def launched(kernel: str, **overrides) -> Callable:
     """The forward or INT8 discovery launched as the public function would not: other loads, another kernel."""
 
@@ -148,6 +163,10 @@ def launched(kernel: str, **overrides) -> Callable:
         if kernel == "discover":
             launch_discover(q, k, settings, sequences, **overrides)
             return []
+        if kernel == "look":
+            from mala_hf.ops.discover_probe import sampled_counts
+
+            return [sampled_counts(q, k, settings, sequences)]
         if overrides.get("walk"):
             support = launch_forward(q, k, v, settings, sequences, None, None, False, save_support=True)[4]
             return [launch_forward(q, k, v, settings, sequences, None, None, False, support=support)[0]]
@@ -182,11 +201,14 @@ CALLS: dict[str, Callable[[Inputs], list[Tensor]]] = {
     "more queries than keys": public(200, 70, train=TRAINED),
     "INT8 discovery": public(discovery="int8"),
     "INT8 discovery, portable kernel": launched("discover", use_hopper=False),
+    "the look before INT8 discovery": launched("look"),
     "decode, two passes": public(1, 500, decode="two_pass"),
     "decode, two passes with their work": public(1, 500, decode="two_pass", return_work=True),
     "decode, two passes, many rows": public(60, 500, decode="two_pass", sinks=lambda make: make.tensor(4)),
     "decode, split": public(1, 500, decode="split"),
     "decode, split with its work": public(5, 500, decode="split", return_work=True, window=(300, 0)),
+    "decode from an INT8 plane": from_plane(False),
+    "decode from an INT8 plane with its work": from_plane(True),
     "decode in pages, two passes": pages("two_pass"),
     "decode in pages, split": pages("split"),
 }

@@ -59,7 +59,9 @@ def decode_truth(call: Call, form: str, splits: int, dtype: torch.dtype):
     tokens = max(1, min(settings.tile[0], q.shape[1], 64 // group))
     settings = replace(settings, tile=(tokens, settings.tile[1]))
     tensors = (x.to(dtype) for x in (q, k, v))
-    return reference_decode.decode_sequences(*tensors, settings, sequences, sinks, form, splits)
+    return reference_decode.decode_sequences(
+        *tensors, settings, sequences, sinks, form, splits, call.options.get("key_plane")
+    )
 
 
 def check_decode(call: Call, form: str, splits: int, impl: str) -> None:
@@ -82,7 +84,11 @@ def check_decode(call: Call, form: str, splits: int, impl: str) -> None:
     in_dtype = same[0].to(call.q.dtype)
     assert_near("out", out, truth[0], in_dtype, size)
     assert_near("lse", lse, truth[1], same[1], size)
-    assert_near("certificate", work.certificate, truth[3], same[3], 8 * size)
+    # a bound's exponent is rounded as scores are; exact ones are rounded alike in the baseline
+    exponent = (
+        1 + float(truth[1].nan_to_num(0, 0, 0).abs().max()) if form == "int8_two_pass" and truth[1].numel() else 1.0
+    )
+    assert_near("certificate", work.certificate, truth[3], same[3], 8 * size * exponent)
     plain, plain_lse = call.run(impl, decode=form, num_splits=splits, return_lse=True)
     assert torch.equal(plain, out)
     assert torch.equal(plain_lse, lse)

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from inputs import FAMILIES, NOT_IN_16_BIT, Case, Shape
 from torch import Tensor
 
+from mala_hf.ops import quantize_keys
+
 SMALL_DIMS = (1, 2, 3, 5, 8, 16, 17, 24, 33)
 DIMS_OF_FAMILY = {"peaked": 4, "needle": 9, "outlier_channels": 4}  # at least
 TAUS = (0.0, 0.1, 0.9, 1.0, 1.0, 1.0, 1.0, 3.0, 30.0, 1e6)
@@ -21,6 +23,7 @@ TILES = [(m, n) for m in (1, 2, 4, 8, 16) for n in (1, 2, 4, 8, 16, 32)]
 KERNEL_TILES = [(m, n) for m in (16, 32) for n in (16, 32)]
 FLOATS = (torch.float64, torch.float32, torch.float32, torch.float16, torch.bfloat16)
 UP_TO_3, UP_TO_40, MORE_KEYS = st.integers(0, 3), st.integers(0, 40), st.integers(-20, 40)
+FORMS = ("two_pass", "int8_two_pass", "split")
 LAYOUTS = ("contiguous", "heads first", "gaps", "offset", "backward batch")
 
 
@@ -168,5 +171,7 @@ def packed_calls(draw, dtypes=FLOATS, tiles=TILES) -> Call:
 def decode_calls(draw, dtypes=FLOATS, tiles=TILES) -> tuple[Call, str, int]:
     """A call of ``mala_attn_func`` that a decode covers, its form and its number of splits."""
     sizes = shapes(st.integers(1, 12), st.integers(-3, 90), st.integers(1, 2))
-    call = draw(fixed_calls(dtypes, tiles, sizes, masks=False))
-    return call, draw(st.sampled_from(["two_pass", "split"])), draw(st.sampled_from([1, 2, 3, 7, 100]))
+    call, form = draw(fixed_calls(dtypes, tiles, sizes, masks=False)), draw(st.sampled_from(FORMS))
+    if form == "int8_two_pass":
+        call = call.with_(key_plane=quantize_keys(call.k, impl="blockwise"))
+    return call, form, draw(st.sampled_from([1, 2, 3, 7, 100]))

@@ -20,7 +20,14 @@ import sanitize
 from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER
 
 # on the CPU each kernel once; the GPU runs all calls
-ONE_OF_EACH = ("forward and backward", "INT8 discovery", "decode, two passes", "decode, split")
+ONE_OF_EACH = (
+    "forward and backward",
+    "INT8 discovery",
+    "decode, two passes",
+    "decode, split",
+    "decode from an INT8 plane",
+    "the look before INT8 discovery",
+)
 HOPPERS = {"mala_forward_hopper_kernel", "discover_hopper_kernel"}
 FINDING = """========= Invalid __global__ read of size 2 bytes
 =========     at mala_forward_kernel+0x1f0 in forward_kernel.py:71

@@ -9,11 +9,11 @@ import threading
 import pytest
 import torch
 from calls import NAN, Call, build
+from decode_truth import DECODE, assert_decode
 from gradients import check_backward, gradient_of, run_backward, run_forward, with_tile
 from helpers import check_forward
 from inputs import Case, ids
 from project import ROOT
-from test_decode import DECODE, FORMS, assert_decode
 from torch import Tensor
 
 sys.path.append(str(ROOT / "scripts"))
@@ -25,6 +25,7 @@ from mala_hf.ops import mala_attn_func, mala_attn_with_kvcache_func
 pytestmark = pytest.mark.gpu
 
 RUNS = 1000
+FORMS = ("two_pass", "split")
 DTYPE = torch.bfloat16
 
 
