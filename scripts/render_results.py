@@ -17,14 +17,18 @@ from decode_table import decode
 from evaluation_figures import evaluation_figures
 from performance_figures import performance_figures
 from stored_results import ROOT, results, table
+from study_figures import study_figures
+from study_tables import STUDY_TABLES
 from tensor_parallel_tables import tensor_parallel, tensor_parallel_step
 from training_figure import differences, training_svg
+from training_study_tables import TRAINING_STUDY_TABLES, training_study_figures
 
 PAGES = (
     "README.md",
     "docs/performance.md",
     "docs/training.md",
     "docs/evaluation.md",
+    "docs/studies.md",
     "docs/kernel_hub.md",
     "docs/scaling.md",
     "kernels_hub/mala/CARD.md",
@@ -223,6 +227,8 @@ TABLES = {
     "ruler_tasks": evaluation_tables.ruler_tasks,
     "real_model": evaluation_tables.real_model,
     "kernels_benchmark": evaluation_tables.kernels_benchmark,
+    **STUDY_TABLES,
+    **TRAINING_STUDY_TABLES,
 }
 
 
@@ -237,6 +243,7 @@ def drawn() -> dict[Path, str]:
     figures = {f"training/{name}": training_svg(results(name)) for name in training_names()}
     figures |= {f"evaluation/{name}": svg for name, svg in evaluation_figures().items()}
     figures |= {f"performance/{name}": svg for name, svg in performance_figures().items()}
+    figures |= {f"studies/{name}": svg for name, svg in (study_figures() | training_study_figures()).items()}
     return pages | {ROOT / "docs" / f"{name}.svg": svg for name, svg in figures.items()}
 
 

@@ -6,7 +6,8 @@
 
 The operator gets every layer's real inputs, and the gradient of the language-model loss by that layer's output, from a pass with full
 attention; it is compared with full attention in float32 on the same inputs. Tau 0 is full attention in the same precision: its errors
-are rounding. Lengths beyond the model's positions run under YaRN. A run that was stopped goes on when the same command is given again.
+are rounding. Every length has as many windows as make up ``--tokens``, at least one; lengths beyond the model's positions run under
+YaRN. A run that was stopped goes on when the same command is given again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from mala_hf.text import read_text
 
 SIZES = {
     "lengths": ((1024, 2048, 4096, 8192, 16384, 32768), (256, 512)),
-    "taus": ((0.0, 1.0, 10.0), (0.0, 1.0)),
-    "windows": (2, 1),
+    "taus": ((0.0, 1.0), (0.0, 1.0)),
+    "tokens": (8192, 512),
     "dtypes": (("float32", "bfloat16"), ("float32",)),
 }
 
@@ -43,21 +44,21 @@ def scaling_of(length: int, positions: int) -> dict[str, Any] | None:
 def main() -> None:
     """Measure every length in every precision, one model load for each kind of positions."""
     options = parsed(parser_of(__doc__, SIZES), SIZES)
-    store = store_of(options, taus=options.taus, windows=options.windows)
+    store = store_of(options, taus=options.taus, tokens=options.tokens)
     text, _ = read_text(options.text)
     positions = positions_of(options.model)
     model, ready = None, None
     for dtype in options.dtypes:
         for length in options.lengths:
-            scaling = scaling_of(length, positions)
-            for number in range(options.windows):
+            scaling, windows = scaling_of(length, positions), max(1, options.tokens // length)
+            for number in range(windows):
                 if store.has(length=length, dtype=dtype, window=number):
                     continue
                 if ready != (dtype, scaling):
                     model, tokenizer = loaded(options, dtype, rope_scaling=scaling)
                     ready = dtype, scaling
                 began = time.perf_counter()
-                ids = text_windows(tokenizer, text, length, options.windows)[number]
+                ids = text_windows(tokenizer, text, length, windows)[number]
                 rows = fidelity_rows(layer_steps(model, ids), options.taus)
                 place = {"length": length, "dtype": dtype, "window": number, "yarn": scaling and scaling["factor"]}
                 store.append(place | row for row in rows)

@@ -55,7 +55,8 @@ def test_fidelity_and_a_length_under_yarn(run, monkeypatch):
     found = run("fidelity", "--name", "other")
     assert found["model"] == "other"
     full, mala = found["rows"][:2]
-    assert [(row["length"], row["yarn"]) for row in found["rows"][::2]] == [(256, None), (512, 2.0)]
+    places = [(row["length"], row["window"], row["yarn"]) for row in found["rows"][::2]]
+    assert places == [(256, 0, None), (256, 1, None), (512, 0, 2.0)]
     assert (full["tau"], full["work_fraction"], full["omitted_mass_mean"]) == (0.0, 1.0, 0.0)
     assert full["output_error_mean"] < 1e-5 < mala["omitted_mass_mean"]
     assert mala["backward_slots_per_query"] <= mala["key_slots_per_query"] < full["key_slots_per_query"]
@@ -104,10 +105,10 @@ def test_a_run_that_was_stopped_goes_on(run, tmp_path, monkeypatch):
     with rows.open("a") as stream:
         stream.write('{"length": 5')  # cut off
     with pytest.raises(SystemExit, match="other settings"):
-        run("fidelity", "--windows", "2")
+        run("fidelity", "--tokens", "1024")
     monkeypatch.setattr(study_fidelity, "fidelity_rows", original)
     found = run("fidelity")
-    assert [row["length"] for row in found["rows"]] == [256, 256, 512, 512]
+    assert [(row["length"], row["window"]) for row in found["rows"][::2]] == [(256, 0), (256, 1), (512, 0)]
 
 
 def test_rows_come_back_as_json_has_them(tmp_path):
