@@ -225,7 +225,7 @@ def _run(launch: Launch) -> None:
 
 
 def _kernels_of(launch: Launch) -> list[tuple[object, str]]:
-    """The modules that launch kernels in this call, and the kernels' names there."""
+    """What launches kernels in this call, modules or cached kernels, and the kernels' names there."""
     from mala import backward, forward
 
     if launch.phase.startswith("backward"):
@@ -234,9 +234,9 @@ def _kernels_of(launch: Launch) -> list[tuple[object, str]]:
         from mala import decode, key_plane_kernel
 
         first = {"two_pass": ["score_tiles"], "int8_two_pass": ["score_plane"], "split": []}[DECODE_FORMS[launch.phase]]
-        passes = [*first, "weigh_retained", "attend_retained"] if first else ["attend_split"]
+        passes = [*first, "attend_retained"] if first else ["attend_split"]
         written = [(key_plane_kernel, "write_plane_kernel")] if first == ["score_plane"] else []
-        return [*written, *((decode, f"{name}_kernel") for name in (*passes, "combine"))]
+        return [*written, *((getattr(decode, name.upper()), "kernel") for name in (*passes, "combine"))]
     if launch.phase == "look":
         from mala import discover_probe
 

@@ -72,8 +72,8 @@ DECODE = {
 }  # fmt: skip
 # the backward's support, delta, dq, and dk with dv; discovery's keys, rows and pass; a decode's plane, passes and sum
 NUM_KERNELS = {
-    "backward": 4, "backward with support": 4, "discover": 3, "look": 2, "decode in two passes": 4, "decode in splits": 2,
-    "decode in two passes from int8": 5,
+    "backward": 4, "backward with support": 4, "discover": 3, "look": 2, "decode in two passes": 3, "decode in splits": 2,
+    "decode in two passes from int8": 4,
 }  # fmt: skip
 # the backward's shapes, with every feature over a saved support and without any over the state alone
 BACKWARD = {

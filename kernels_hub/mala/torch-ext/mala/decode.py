@@ -23,8 +23,9 @@ from .decode_chain import chain_options
 from .decode_combine import combine_kernel
 from .decode_plane import plane_arguments, score_plane_kernel
 from .decode_split import attend_split_kernel
-from .decode_two_pass import attend_retained_kernel, score_tiles_kernel, weigh_retained_kernel
+from .decode_two_pass import attend_retained_kernel, score_tiles_kernel
 from .key_plane import KeyPlane
+from .launch_cache import CachedKernel, key_of
 from .query_tile import Settings
 from .tile_config import DecodeLaunch, decode_launch, padded_head_dim
 from .tile_steps import LOG2_E
@@ -35,7 +36,13 @@ SMALLEST_ROWS = 16  # of a matrix product
 MAX_ROWS = 128  # of a tile
 MAX_ROWS_TO_KEEP = 64  # query rows of a KV head up to which the first pass keeps probabilities for the second
 STAGES_OF_TWO = 2  # of a loop that loads keys and values
+SCANNED = 4096  # row maxima that a program of the second pass looks at together
 CPU_PROGRAMS = 8  # programs to split the keys over where there is no GPU to fill
+
+SCORE_TILES, SCORE_PLANE, ATTEND_RETAINED, ATTEND_SPLIT, COMBINE = (
+    CachedKernel(kernel)
+    for kernel in (score_tiles_kernel, score_plane_kernel, attend_retained_kernel, attend_split_kernel, combine_kernel)
+)
 
 
 def launch_decode(
@@ -101,6 +108,7 @@ def launch_decode(
     q_begin, q_end, k_begin, k_end = sequences.common
     left, right = settings.window
     chain = chain_options(nvidia_major(q.device))
+    key = key_of(q, k, v, sinks, sequences.bounds, block_table, *(() if key_plane is None else key_plane.tensors))
     place = {
         "bounds_ptr": sequences.bounds,
         "q_begin": q_begin,
@@ -119,7 +127,7 @@ def launch_decode(
         "num_k_tiles": num_k_tiles,
         "window_left": left,
         "window_right": right,
-        "tau": settings.tau,
+        "tau": float(settings.tau),
         "BLOCK_R": block_r,
         "BLOCK_N": block_n,
         "HAS_LEFT": left >= 0,
@@ -132,7 +140,7 @@ def launch_decode(
         **walked,
         "q_ptr": q,
         **_strides("q", q, unit),
-        "softmax_scale": settings.softmax_scale,
+        "softmax_scale": float(settings.softmax_scale),
         "softcap_log2": settings.softcap * LOG2_E.value,
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded_head_dim(head_dim),
@@ -161,7 +169,7 @@ def launch_decode(
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         grid = (groups, num_splits)
         if form == "split":
-            attend_split_kernel[grid](**scored, **attended)
+            ATTEND_SPLIT.launch(grid, key, {**scored, **attended})
         else:
             from_plane = key_plane is not None
             keep_p = keep_p and not from_plane
@@ -174,29 +182,40 @@ def launch_decode(
             bounds: dict[str, Optional[Tensor]] = {"lower_ptr": None, "split_top_ptr": None}
             p = empty(groups, num_k_tiles, rows, block_n, dtype=v.dtype) if keep_p else None
             if key_plane is None:
-                score_tiles_kernel[grid](**scored, **first_pass, p_ptr=p, KEEP_P=keep_p)
+                SCORE_TILES.launch(grid, key, {**scored, **first_pass, "p_ptr": p, "KEEP_P": keep_p, **chain})
             else:
                 bounds = {
                     "lower_ptr": empty(groups, num_k_tiles, rows),
                     "split_top_ptr": empty(groups, num_splits, rows),
                 }
-                score_plane_kernel[grid](**asked, **first_pass, **bounds, **plane_arguments(key_plane))
+                SCORE_PLANE.launch(grid, key, {**asked, **first_pass, **bounds, **plane_arguments(key_plane), **chain})
+                # keys and values of a tile at once: more stages would leave room for fewer programs
+                scored["num_stages"] = min(launch.num_stages, STAGES_OF_TWO)
+            scan_r = triton.next_power_of_2(rows)
             weighed = {
-                **first_pass,
-                **bounds,
-                "kept_ptr": empty(groups, num_splits, rows),
+                "p_ptr": p,
+                "lists_ptr": empty(groups, num_splits, triton.cdiv(num_k_tiles, num_splits), dtype=torch.int32),
                 "sinks_ptr": sinks,
+                "SCAN_R": scan_r,
+                "SCAN_TILES": SCANNED // scan_r,
                 "HAS_SINKS": sinks is not None,
+                "KEEP_P": keep_p,
                 "FROM_PLANE": from_plane,
             }
-            weigh_retained_kernel[grid](**place, **walked, **weighed, **chain)
-            if from_plane:  # keys and values of a tile at once: more stages would leave room for fewer programs
-                scored["num_stages"] = min(launch.num_stages, STAGES_OF_TWO)
-            attend_retained_kernel[grid](**scored, **weighed, **attended, p_ptr=p, KEEP_P=keep_p, **chain)
-        combine_kernel[(groups, rows)](
-            acc, state, sinks, out, lse, certificate, total_q=seqlen_q, HAS_SINKS=sinks is not None, **place, **values,
-            RETURN_WORK=return_work, num_warps=8, **chain,
-        )  # fmt: skip
+            ATTEND_RETAINED.launch(grid, key, {**scored, **first_pass, **bounds, **attended, **weighed, **chain})
+        summed = {
+            "acc_ptr": acc,
+            "state_ptr": state,
+            "sinks_ptr": sinks,
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "certificate_ptr": certificate,
+            "total_q": seqlen_q,
+            "HAS_SINKS": sinks is not None,
+            "RETURN_WORK": return_work,
+            "num_warps": 8,
+        }
+        COMBINE.launch((groups, rows), key, {**place, **values, **summed, **chain})
     return out, lse, _by_head(tiles, sequences, num_kv_heads, num_q_tiles, group), certificate
 
 

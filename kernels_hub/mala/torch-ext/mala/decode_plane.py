@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .decode_chain import gdc_launch_dependents
+from .decode_chain import gdc_launch_dependents, gdc_wait
 from .decode_rows import RUNTIME_VALUES, decode_place, decode_rows, load_cached, load_queries, split_range
 from .key_plane import NORM_ROUNDING, KeyPlane
 from .tile_steps import LOG2_E
@@ -65,6 +65,8 @@ def score_plane_kernel(
         q_tile, seqlen_q, seqlen_k, window_left, window_right, tau, TOKENS, GROUP, BLOCK_R, HAS_LEFT, HAS_RIGHT
     )
     begin, end = split_range(tl.program_id(1), num_splits, low, high, BLOCK_N)
+    if IS_CHAINED:
+        gdc_wait()  # for whatever wrote q and the plane
     batch = sequence.to(tl.int64)
     q = load_queries(q_ptr, batch, kv_head * GROUP, token, exists, q_begin, stride_qb * STRIDE_UNIT, stride_qs * STRIDE_UNIT,
                      stride_qh * STRIDE_UNIT, HEAD_DIM, GROUP, BLOCK_R, BLOCK_D)  # fmt: skip

@@ -30,7 +30,6 @@ from .decode_rows import (
 from .rule import BACKWARD_SLACK, FORWARD_SLACK, is_tile_retained, limit_of, online_softmax_step
 from .tile_steps import LOG2_E
 
-CHUNK = tl.constexpr(32)  # tiles that a walk looks at together
 BOUND_SLACK = tl.constexpr(2.0**-14)  # above what long sums in float32 may be off by: a guarantee stands on it
 PRUNING_SLACK = tl.constexpr(2.0**-16)  # more than the forward's: what it prunes no later test may want
 
@@ -55,6 +54,8 @@ def score_tiles_kernel(
         q_tile, seqlen_q, seqlen_k, window_left, window_right, tau, TOKENS, GROUP, BLOCK_R, HAS_LEFT, HAS_RIGHT
     )
     begin, end = split_range(tl.program_id(1), num_splits, low, high, BLOCK_N)
+    if IS_CHAINED:
+        gdc_wait()  # for whatever wrote q, k and v
     batch = sequence.to(tl.int64)
     q = load_queries(q_ptr, batch, kv_head * GROUP, token, exists, q_begin, stride_qb * STRIDE_UNIT, stride_qs * STRIDE_UNIT,
                      stride_qh * STRIDE_UNIT, HEAD_DIM, GROUP, BLOCK_R, BLOCK_D)  # fmt: skip
@@ -137,151 +138,138 @@ def _row_limits(normalizer_log2, largest, threshold_log2, exists, SLACK: tl.cons
 
 @triton.jit
 def _reaching_tiles(maxima, limit):
-    """int32 (CHUNK,): 1 for tiles whose maxima (CHUNK, BLOCK_R) reach the limit of some row."""
+    """int32 (tiles,): 1 for tiles whose maxima (tiles, rows) reach the limit of some row."""
     return tl.max(((maxima != float("-inf")) & ~(maxima < limit[None, :])).to(tl.int32), 1)
 
 
-@triton.jit(do_not_specialize=RUNTIME_VALUES)
-def weigh_retained_kernel(
-    maxima_ptr, sums_ptr, lower_ptr, split_max_ptr, split_sum_ptr, split_top_ptr, kept_ptr, sinks_ptr, bounds_ptr,
-    q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right, tau,
-    TOKENS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BOUNDS: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SINKS: tl.constexpr, FROM_PLANE: tl.constexpr, IS_CHAINED: tl.constexpr,
-):  # fmt: skip
-    """One split: the mass of its tiles that reach tau / L_q of the full normalizer, over it; (num_groups, num_splits, rows)."""
-    group = tl.program_id(0)
-    q_tile, kv_head, _, q_begin, k_begin, seqlen_q, seqlen_k = decode_place(
-        group, num_q_tiles, num_kv_heads, bounds_ptr, q_begin, q_end, k_begin, k_end, HAS_BOUNDS
-    )
-    _, exists, _, _, threshold_log2, low, high = decode_rows(
-        q_tile, seqlen_q, seqlen_k, window_left, window_right, tau, TOKENS, GROUP, BLOCK_R, HAS_LEFT, HAS_RIGHT
-    )
-    begin, end = split_range(tl.program_id(1), num_splits, low, high, BLOCK_N)
-    if IS_CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
-    full_log2, largest = _full_normalizer(split_max_ptr, split_sum_ptr, split_top_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS,
-                                          GROUP, BLOCK_R, HAS_SINKS, FROM_PLANE)  # fmt: skip
-    limit = _row_limits(full_log2, largest, threshold_log2, exists, BACKWARD_SLACK)
+@triton.jit
+def _mass_of_reaching(maxima_ptr, sums_ptr, lower_ptr, of_group, first, last, full_log2, limit, ROWS: tl.constexpr,
+                      SCAN_R: tl.constexpr, SCAN_TILES: tl.constexpr, FROM_PLANE: tl.constexpr):  # fmt: skip
+    """(SCAN_R,) mass over the full normalizer of tiles ``first`` to ``last`` - 1 that reach ``limit`` in some row."""
+    rows = tl.arange(0, SCAN_R)
+    mass = tl.zeros([SCAN_R], tl.float32)
     shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
-    rows = tl.arange(0, BLOCK_R)
-    is_row = rows < TOKENS * GROUP
-    of_group = tl.cast(group, tl.int64) * num_k_tiles * (TOKENS * GROUP)
-    kept = tl.zeros([BLOCK_R], tl.float32)
-    for start in range(begin, end, CHUNK):
-        tiles = start + tl.arange(0, CHUNK)
-        of_tiles = of_group + tiles[:, None] * (TOKENS * GROUP) + rows[None, :]
-        mask = (tiles < end)[:, None] & is_row[None, :]
+    for start in range(first, last, SCAN_TILES):
+        tiles = start + tl.arange(0, SCAN_TILES)
+        of_tiles = of_group + tiles[:, None] * ROWS + rows[None, :]
+        mask = (tiles < last)[:, None] & (rows < ROWS)[None, :]
         maxima = tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf"))
         reaching = _reaching_tiles(maxima, limit)
         if FROM_PLANE:
-            mass = tl.exp2(tl.load(lower_ptr + of_tiles, mask=mask, other=float("-inf")) - shift[None, :])
+            of_tile = tl.exp2(tl.load(lower_ptr + of_tiles, mask=mask, other=float("-inf")) - shift[None, :])
         else:
             sums = tl.load(sums_ptr + of_tiles, mask=mask & (maxima != float("-inf")), other=0.0)
-            mass = sums * tl.exp2(maxima - shift[None, :])
-        kept += tl.sum(tl.where(reaching[:, None] > 0, mass, 0.0), 0)
-    tl.store(kept_ptr + (group * num_splits + tl.program_id(1)) * (TOKENS * GROUP) + rows, kept, mask=is_row)
+            of_tile = sums * tl.exp2(maxima - shift[None, :])
+        mass += tl.sum(tl.where(reaching[:, None] > 0, of_tile, 0.0), 0)
+    return mass
 
 
 @triton.jit
-def _kept_normalizer(kept_ptr, sinks_ptr, full_log2, group, kv_head, num_splits, TOKENS: tl.constexpr, GROUP: tl.constexpr,
-                     BLOCK_R: tl.constexpr, HAS_SINKS: tl.constexpr):  # fmt: skip
-    """log2 of the mass that certainly is retained, the sink in it."""
-    rows = tl.arange(0, BLOCK_R)
-    is_row = rows < TOKENS * GROUP
-    kept = tl.zeros([BLOCK_R], tl.float32)
-    shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
-    if HAS_SINKS:
-        kept += tl.exp2(tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP).to(tl.float32) * LOG2_E - shift)
-    for start in range(0, num_splits, SPLITS_AT_ONCE):
-        splits = start + tl.arange(0, SPLITS_AT_ONCE)
-        offsets = (group * num_splits + splits)[:, None] * (TOKENS * GROUP) + rows[None, :]
-        kept += tl.sum(tl.load(kept_ptr + offsets, mask=(splits < num_splits)[:, None] & is_row[None, :], other=0.0), 0)
-    return shift + tl.log2(kept)
+def _spread(x, BLOCK_R: tl.constexpr, SCAN_R: tl.constexpr):
+    """(SCAN_R,) as (BLOCK_R,), zero beyond: few rows are padded to what a matrix product takes."""
+    same = tl.arange(0, BLOCK_R)[:, None] == tl.arange(0, SCAN_R)[None, :]
+    return tl.sum(tl.where(same, x[None, :], 0.0), 1)
 
 
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def attend_retained_kernel(
-    q_ptr, k_ptr, v_ptr, maxima_ptr, sums_ptr, p_ptr, lower_ptr, split_max_ptr, split_sum_ptr, split_top_ptr, kept_ptr, sinks_ptr,
-    acc_ptr, state_ptr, tiles_ptr, bounds_ptr, tables_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    q_ptr, k_ptr, v_ptr, maxima_ptr, sums_ptr, p_ptr, lower_ptr, split_max_ptr, split_sum_ptr, split_top_ptr, lists_ptr, sinks_ptr,
+    acc_ptr, state_ptr, tiles_ptr, bounds_ptr, tables_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_tables, q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
     softmax_scale, softcap_log2, tau,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    KEEP_P: tl.constexpr, FROM_PLANE: tl.constexpr, RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, SCAN_R: tl.constexpr, SCAN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, KEEP_P: tl.constexpr, FROM_PLANE: tl.constexpr, RETURN_WORK: tl.constexpr,
+    DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One split's share of the output, over the full normalizer, as ``decode_combine`` wants it."""
+    """One split's share of the output, over the full normalizer, as ``decode_combine`` wants it.
+
+    Every program weighs all tiles of its group, and takes each ``num_splits``-th of those that are retained: wherever they lie, no
+    program has more than its share.
+    """
     group = tl.program_id(0)
+    split = tl.program_id(1)
     q_tile, kv_head, sequence, q_begin, k_begin, seqlen_q, seqlen_k = decode_place(
         group, num_q_tiles, num_kv_heads, bounds_ptr, q_begin, q_end, k_begin, k_end, HAS_BOUNDS
     )
-    token, exists, row_low, row_high, threshold_log2, low, high = decode_rows(
-        q_tile, seqlen_q, seqlen_k, window_left, window_right, tau, TOKENS, GROUP, BLOCK_R, HAS_LEFT, HAS_RIGHT
+    _, exists, _, _, threshold_log2, low, high = decode_rows(
+        q_tile, seqlen_q, seqlen_k, window_left, window_right, tau, TOKENS, GROUP, SCAN_R, HAS_LEFT, HAS_RIGHT
     )
-    begin, end = split_range(tl.program_id(1), num_splits, low, high, BLOCK_N)
+    first, last = low // BLOCK_N, tl.cdiv(high, BLOCK_N)
+    ROWS: tl.constexpr = TOKENS * GROUP
+    of_group = tl.cast(group, tl.int64) * num_k_tiles * ROWS
     if IS_CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     full_log2, largest = _full_normalizer(split_max_ptr, split_sum_ptr, split_top_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS,
-                                          GROUP, BLOCK_R, HAS_SINKS, FROM_PLANE)  # fmt: skip
-    kept_log2 = _kept_normalizer(
-        kept_ptr, sinks_ptr, full_log2, group, kv_head, num_splits, TOKENS, GROUP, BLOCK_R, HAS_SINKS
-    )
-    limit = _row_limits(kept_log2, largest, threshold_log2, exists, BOUND_SLACK if FROM_PLANE else FORWARD_SLACK)
+                                          GROUP, SCAN_R, HAS_SINKS, FROM_PLANE)  # fmt: skip
     shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
+    limit = _row_limits(full_log2, largest, threshold_log2, exists, BACKWARD_SLACK)
+    kept = _mass_of_reaching(maxima_ptr, sums_ptr, lower_ptr, of_group, first, last, full_log2, limit, ROWS, SCAN_R, SCAN_TILES,
+                             FROM_PLANE)  # fmt: skip
+    rows = tl.arange(0, SCAN_R)
+    if HAS_SINKS:
+        kept += tl.exp2(tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP).to(tl.float32) * LOG2_E - shift)
+    limit = _row_limits(shift + tl.log2(kept), largest, threshold_log2, exists, BOUND_SLACK if FROM_PLANE else FORWARD_SLACK)
+
+    list_ptr = lists_ptr + (group * num_splits + split).to(tl.int64) * tl.cdiv(num_k_tiles, num_splits)
+    num_retained = 0
+    omitted = tl.zeros([SCAN_R], tl.float32)
+    for start in range(first, last, SCAN_TILES):
+        tiles = start + tl.arange(0, SCAN_TILES)
+        of_tiles = of_group + tiles[:, None] * ROWS + rows[None, :]
+        mask = (tiles < last)[:, None] & (rows < ROWS)[None, :]
+        maxima = tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf"))
+        retained = _reaching_tiles(maxima, limit)
+        place = num_retained + tl.cumsum(retained, 0) - retained
+        is_mine = (retained > 0) & (place % num_splits == split)
+        tl.store(list_ptr + place // num_splits, tiles, mask=is_mine)
+        num_retained += tl.sum(retained, 0)
+        if RETURN_WORK:
+            if split == 0:
+                sums = tl.load(sums_ptr + of_tiles, mask=mask & (maxima != float("-inf")), other=0.0)
+                left_out = tl.where(retained[:, None] > 0, 0.0, sums * tl.exp2(maxima - shift[None, :]))
+                omitted += tl.sum(left_out, 0)
+                code = (1 + retained) * tl.max((maxima != float("-inf")).to(tl.int32), 1)
+                tl.store(tiles_ptr + tl.cast(group, tl.int64) * num_k_tiles + tiles, code.to(tl.int8), mask=tiles < last)
+    tl.debug_barrier()  # the list is read by all threads
+
+    token, exists, row_low, row_high, _, _, _ = decode_rows(
+        q_tile, seqlen_q, seqlen_k, window_left, window_right, tau, TOKENS, GROUP, BLOCK_R, HAS_LEFT, HAS_RIGHT
+    )
+    shift = _spread(shift, BLOCK_R, SCAN_R)
     batch = sequence.to(tl.int64)
     rows = tl.arange(0, BLOCK_R)
-    is_row = rows < TOKENS * GROUP
+    is_row = rows < ROWS
     if not KEEP_P:
         q = load_queries(q_ptr, batch, kv_head * GROUP, token, exists, q_begin, stride_qb * STRIDE_UNIT, stride_qs * STRIDE_UNIT,
                          stride_qh * STRIDE_UNIT, HEAD_DIM, GROUP, BLOCK_R, BLOCK_D)  # fmt: skip
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
-    row_max = full_log2
+    row_max = _spread(full_log2, BLOCK_R, SCAN_R)
     row_sum = tl.zeros([BLOCK_R], tl.float32)
-    omitted = tl.zeros([BLOCK_R], tl.float32)
-    of_group = tl.cast(group, tl.int64) * num_k_tiles * (TOKENS * GROUP)
-    for start in range(begin, end, CHUNK):
-        tiles = start + tl.arange(0, CHUNK)
-        of_tiles = of_group + tiles[:, None] * (TOKENS * GROUP) + rows[None, :]
-        mask = (tiles < end)[:, None] & is_row[None, :]
-        maxima = tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf"))
-        retained = _reaching_tiles(maxima, limit)
-        if RETURN_WORK:
-            sums = tl.load(sums_ptr + of_tiles, mask=mask & (maxima != float("-inf")), other=0.0)
-            left_out = tl.where(retained[:, None] > 0, 0.0, sums * tl.exp2(maxima - shift[None, :]))
-            omitted += tl.sum(left_out, 0)
-            code = (1 + retained) * (tl.max(maxima, 1) > float("-inf")).to(tl.int32)
-            tl.store(tiles_ptr + tl.cast(group, tl.int64) * num_k_tiles + tiles, code.to(tl.int8), mask=tiles < end)
-        word = tl.sum(retained << tl.arange(0, CHUNK), 0)
-        for _ in tl.range(0, tl.sum(retained, 0)):
-            lowest = (
-                (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
-            )  # a power of two: its exponent is the place
-            tile = start + (lowest.to(tl.int32, bitcast=True) >> 23) - 127
-            word = word & (word - 1)
-            start_n = tile * BLOCK_N
-            v = load_cached(v_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, start_n, seqlen_k, stride_vb * STRIDE_UNIT,
-                            stride_vs * STRIDE_UNIT, stride_vh * STRIDE_UNIT, V_HEAD_DIM, BLOCK_N, BLOCK_DV, PAGE)  # fmt: skip
-            if KEEP_P:
-                of_tile = of_group + tile.to(tl.int64) * (TOKENS * GROUP)
-                of_keys = (of_tile + rows)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                p = tl.load(p_ptr + of_keys, mask=is_row[:, None], other=0.0)
-                tile_max = tl.load(maxima_ptr + of_tile + rows, mask=is_row, other=float("-inf"))
-                weight = tl.exp2(tile_max - shift)
-                row_sum += tl.load(sums_ptr + of_tile + rows, mask=is_row, other=0.0) * weight
-                acc += tl.dot(p, v, input_precision=DOT_PRECISION) * weight[:, None]
-            else:
-                k = load_cached(k_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, start_n, seqlen_k, stride_kb * STRIDE_UNIT,
-                                stride_ks * STRIDE_UNIT, stride_kh * STRIDE_UNIT, HEAD_DIM, BLOCK_N, BLOCK_D, PAGE)  # fmt: skip
-                scores = decode_scores(q, k, start_n, row_low, row_high, softmax_scale, softcap_log2, LOG2_E, BLOCK_N,
-                                       HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
-                # from a plane, a score may be above what is known of the normalizer
-                p, decay, row_max, row_sum = online_softmax_step(scores, 1.0, tl.max(scores, 1), row_max, row_sum, True)
-                acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=DOT_PRECISION)
-    if RETURN_WORK:
-        omitted = tl.where(omitted == 0.0, 0.0, omitted * tl.exp2(shift - row_max))
-    store_split(acc_ptr, state_ptr, acc, row_max, row_sum, omitted, group, tl.program_id(1), num_splits, V_HEAD_DIM, BLOCK_DV, TOKENS,
-                GROUP, BLOCK_R)  # fmt: skip
+    for step in tl.range(0, (num_retained - split + num_splits - 1) // num_splits):
+        tile = tl.load(list_ptr + step)
+        start_n = tile * BLOCK_N
+        v = load_cached(v_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, start_n, seqlen_k, stride_vb * STRIDE_UNIT,
+                        stride_vs * STRIDE_UNIT, stride_vh * STRIDE_UNIT, V_HEAD_DIM, BLOCK_N, BLOCK_DV, PAGE)  # fmt: skip
+        if KEEP_P:
+            of_tile = of_group + tile.to(tl.int64) * ROWS
+            of_keys = (of_tile + rows)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            p = tl.load(p_ptr + of_keys, mask=is_row[:, None], other=0.0)
+            tile_max = tl.load(maxima_ptr + of_tile + rows, mask=is_row, other=float("-inf"))
+            weight = tl.exp2(tile_max - shift)
+            row_sum += tl.load(sums_ptr + of_tile + rows, mask=is_row, other=0.0) * weight
+            acc += tl.dot(p, v, input_precision=DOT_PRECISION) * weight[:, None]
+        else:
+            k = load_cached(k_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, start_n, seqlen_k, stride_kb * STRIDE_UNIT,
+                            stride_ks * STRIDE_UNIT, stride_kh * STRIDE_UNIT, HEAD_DIM, BLOCK_N, BLOCK_D, PAGE)  # fmt: skip
+            scores = decode_scores(q, k, start_n, row_low, row_high, softmax_scale, softcap_log2, LOG2_E, BLOCK_N,
+                                   HAS_SOFTCAP, DOT_PRECISION)  # fmt: skip
+            # from a plane, a score may be above what is known of the normalizer
+            p, decay, row_max, row_sum = online_softmax_step(scores, 1.0, tl.max(scores, 1), row_max, row_sum, True)
+            acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=DOT_PRECISION)
+    left_out = _spread(omitted, BLOCK_R, SCAN_R)
+    left_out = tl.where(left_out == 0.0, 0.0, left_out * tl.exp2(shift - row_max))
+    store_split(acc_ptr, state_ptr, acc, row_max, row_sum, left_out, group, split, num_splits, V_HEAD_DIM, BLOCK_DV, TOKENS, GROUP,
+                BLOCK_R)  # fmt: skip

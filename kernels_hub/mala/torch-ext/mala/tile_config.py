@@ -111,7 +111,7 @@ MAX_DECODE_ROWS = 64  # of a tile: tokens x query heads of a KV head
 DECODE_LAUNCH_16BIT = {
     32: DecodeLaunch(128, 4, 4, 4, 4),
     64: DecodeLaunch(128, 4, 4, 4, 4),
-    128: DecodeLaunch(64, 4, 4, 4, 4),
+    128: DecodeLaunch(64, 4, 3, 4, 4),
     256: DecodeLaunch(64, 4, 2, 2, 4),
 }
 DECODE_LAUNCH_32BIT = {dim: DecodeLaunch(32, 4, 2, 2, 4) for dim in (32, 64, 128, 256)}
