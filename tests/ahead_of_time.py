@@ -45,6 +45,7 @@ class Launch:
     num_kv_heads: int = 2
     seqlens_k: tuple[int, ...] = (512,)
     taus: tuple[float, ...] = (1.0,)
+    tile: tuple[int, int] | None = None  # None: the shipped one
 
     @property
     def id(self) -> str:
@@ -161,7 +162,7 @@ def _run(launch: Launch) -> None:
             q = torch.empty(2, seqlen_q, launch.num_heads, launch.head_dim, dtype=dtype)
             k = torch.empty(2, seqlen_k, launch.num_kv_heads, launch.head_dim, dtype=dtype)
             v = torch.empty(2, seqlen_k, launch.num_kv_heads, v_head_dim, dtype=dtype)
-            tile = tile_config(launch.head_dim, v_head_dim, dtype, seqlen_q).tile
+            tile = launch.tile or tile_config(launch.head_dim, v_head_dim, dtype, seqlen_q).tile
             window, softcap = ((300, 0), 30.0) if launch.features else ((-1, 0), 0.0)
             lengths = {"seqused_k": torch.tensor([seqlen_k, 1])} if launch.features and not launch.use_hopper else {}
             settings = Settings(tau, launch.head_dim**-0.5, window, softcap, tile)
@@ -267,12 +268,13 @@ def main(mode: str) -> None:
     answers = []
     for request in json.load(sys.stdin):
         request |= {"seqlens_k": tuple(request["seqlens_k"]), "taus": tuple(request["taus"])}
+        request["tile"] = request["tile"] and tuple(request["tile"])
         launch = Launch(**request)
         triton.runtime.driver.set_active(_NamedTarget(launch.target))
         backend, arch = launch.target.split(":")
-        forward.nvidia_major = backward.nvidia_major = decode.nvidia_major = (
-            lambda device, major=int(arch) // 10 if backend == "cuda" else 0: major
-        )
+        capability = divmod(int(arch), 10) if backend == "cuda" else (0, 0)
+        forward.nvidia_major = backward.nvidia_major = decode.nvidia_major = lambda device, major=capability[0]: major
+        forward.nvidia_capability = backward.nvidia_capability = lambda device, capability=capability: capability
         originals = [(module, name, getattr(module, name)) for module, name in _kernels_of(launch)]
         keys: dict[str, None] = {}
         if mode == "count":

@@ -4,13 +4,26 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ahead_of_time import DECODE_FORMS, Finding, Launch, findings
 
-from mala_hf.ops.tile_config import DECODE_16BIT, DECODE_32BIT, PREFILL_16BIT, PREFILL_32BIT
-from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER
+from mala_hf.ops.tile_config import (
+    DECODE_16BIT,
+    DECODE_32BIT,
+    MEASURED,
+    PREFILL_16BIT,
+    PREFILL_32BIT,
+    SHARED_BYTES,
+    UNTUNED_PREFILL_16BIT,
+    backward_config,
+    listed_capability,
+    tile_config,
+)
+from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER, TRITON_VERSION
 
-# what a thread block may take, in bytes: compute capability 8.0, 9.0 (CUDA programming guide) and MI300's local data share
+# what a thread block may take, in bytes: by compute capability, and MI300's local data share
 SHARED_LIMIT_BYTES = {"cuda:80": 163 * 1024, "cuda:90": 227 * 1024, "hip:gfx942": 64 * 1024}
+ALL_LIMIT_BYTES = SHARED_LIMIT_BYTES | {f"cuda:{major}{minor}": limit for (major, minor), limit in SHARED_BYTES.items()}
 # registers that a thread may keep in local memory; float32 products run without tensor cores and need more
 SPILL_LIMIT_BYTES = {"bfloat16": 512, "float16": 512, "float32": 2048}
 # dk and dv take both accumulators; no launch shape of the backward is chosen on an MI300
@@ -96,7 +109,7 @@ def _complaints(launch: Launch, kernels: list[dict]) -> list[str]:
     assert len(kernels) == expected, f"{launch.id}: {expected} kernels were expected"
     for found in (Finding(**kernel) for kernel in kernels):
         name = f"{launch.id} {found.kernel}"
-        if found.shared_bytes > SHARED_LIMIT_BYTES[launch.target]:
+        if found.shared_bytes > ALL_LIMIT_BYTES[launch.target]:
             complaints.append(f"{name} takes {found.shared_bytes} bytes of shared memory")
         limit = MASK_SPILL_LIMIT_BYTES if launch.mask else SPILL_LIMIT_BYTES[launch.dtype]
         if launch.target.startswith("hip") and launch.phase.startswith("backward"):
@@ -119,6 +132,39 @@ def _assert_all_fit(launches: list[Launch]) -> None:
 @pytest.mark.parametrize(("target", "dtype"), SHIPPED, ids=str)
 def test_every_shipped_launch_shape_compiles_and_fits(target, dtype):
     _assert_all_fit(SHIPPED[target, dtype])
+
+
+@pytest.mark.parametrize("target", [f"cuda:{major}{minor}" for major, minor in UNTUNED_PREFILL_16BIT])
+def test_the_untuned_launch_shapes_of_other_gpus_compile_and_fit(target):
+    if target == "cuda:100" and TRITON_VERSION < (3, 6):
+        pytest.skip("untried")
+    has_descriptors = int(target.partition(":")[2]) >= 90
+    launches = [Launch(target, head_dim, use_tma=has_descriptors) for head_dim in (64, 128, 256)]
+    launches += [Launch(target, 128, phase="backward"), Launch(target, 128, phase="discover")]
+    _assert_all_fit(launches)
+
+
+def test_every_gpu_has_the_measured_tiles_and_an_unlisted_one_the_nearest_older_ones(caplog):
+    for capability in SHARED_BYTES:
+        for head_dim in PREFILL_16BIT:
+            assert tile_config(head_dim, head_dim, torch.bfloat16, 512, capability).tile == PREFILL_16BIT[head_dim].tile
+    assert set(UNTUNED_PREFILL_16BIT) == set(SHARED_BYTES) - {MEASURED}
+    assert not caplog.records
+    listed_capability.cache_clear()
+    assert tile_config(128, 128, torch.bfloat16, 512, (12, 1)) == tile_config(128, 128, torch.bfloat16, 512, (12, 0))
+    assert tile_config(64, 64, torch.bfloat16, 512, (12, 1)) == tile_config(64, 64, torch.bfloat16, 512, (12, 0))
+    assert [record.getMessage() for record in caplog.records] == [
+        "no launch shapes for compute capability 12.1: those of 12.0 are used"
+    ]
+    assert tile_config(64, 64, torch.bfloat16, 512, (0, 0)) == PREFILL_16BIT[64]  # another vendor's
+
+
+@pytest.mark.parametrize("target", ["cuda:89", "cuda:120"])
+def test_gradients_of_large_heads_ask_for_smaller_tiles_where_shared_memory_is_small(target):
+    capability = divmod(int(target.partition(":")[2]), 10)
+    with pytest.raises(ValueError, match=r"head_dim 256 with tiles of 64 rows .* pass tile=\(32, 64\)"):
+        backward_config(256, 256, torch.bfloat16, (64, 64), capability)
+    _assert_all_fit([Launch(target, 256, phase=phase, tile=(32, 64)) for phase in ("prefill", "backward")])
 
 
 @pytest.mark.parametrize("target", BACKWARD)

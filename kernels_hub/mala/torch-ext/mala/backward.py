@@ -16,7 +16,7 @@ from .blockwise import Settings
 from .descriptors import descriptor
 from .tile_config import backward_config, padded_head_dim
 from .tile_steps import LOG2_E
-from .tma import has_tma, nvidia_major
+from .tma import has_tma, nvidia_capability, nvidia_major
 from .visibility import Sequences, visible_keys_under_mask
 
 MASK_WARPS = 8  # at least, where a mask operand's tile takes registers
@@ -50,7 +50,7 @@ def launch_backward(
     lse = lse.contiguous()
     block_m, block_n = settings.tile
     major = nvidia_major(q.device)
-    config = backward_config(head_dim, v_head_dim, q.dtype, settings.tile, major)
+    config = backward_config(head_dim, v_head_dim, q.dtype, settings.tile, nvidia_capability(q.device))
     num_q_tiles, num_k_tiles = sequences.tile_grid(settings.tile)
     if use_tma is None:
         # a descriptor reads on into the next sequence, where anything may lie

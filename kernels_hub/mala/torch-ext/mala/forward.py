@@ -17,7 +17,7 @@ from .query_tile import Settings
 from .support_bits import empty_support
 from .tile_config import TileConfig, padded_head_dim, tile_config
 from .tile_steps import LOG2_E
-from .tma import HAS_GLUON_FOR_HOPPER, has_tma, nvidia_major
+from .tma import HAS_GLUON_FOR_HOPPER, has_tma, nvidia_capability, nvidia_major
 from .visibility import Sequences, visible_keys_under_mask
 
 SMALLEST_BLOCK = 16  # of a matrix product
@@ -52,7 +52,8 @@ def launch_forward(
     batch, seqlen_q, num_heads, head_dim = q.shape
     v_head_dim = v.shape[-1]
     if config is None:
-        shipped = tile_config(head_dim, v_head_dim, q.dtype, sequences.max_seqlen_q)
+        capability = nvidia_capability(q.device)
+        shipped = tile_config(head_dim, v_head_dim, q.dtype, sequences.max_seqlen_q, capability)
         config = shipped.with_tile(settings.tile)
     block_m, block_n = config.tile
     if min(block_m, block_n) < SMALLEST_BLOCK:

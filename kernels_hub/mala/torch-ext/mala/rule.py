@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule as Triton functions, used by every kernel. Scores, maxima and limits are in log2 units: natural logs times log2(e)."""
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -18,17 +20,34 @@ def log2_threshold(visible_keys, tau):
 
 @triton.jit
 def reaches_limit(tile_max, limit_log2):
-    """Rows that constrain and reach their limit; a tile_max of -inf (no legal key) does not constrain.
-
-    A tile_max of NaN does; but the hardware's maximum passes over a NaN beside numbers, so one NaN key can be skipped unseen.
-    """
+    """Rows that constrain and reach their limit; a tile_max of -inf (no legal key) does not constrain, one of NaN does."""
     return (tile_max != float("-inf")) & ~(tile_max < limit_log2)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter reduces by a function of one's own number by number
+
+    @triton.jit
+    def largest_of_rows(scores):
+        """The largest of each row of (rows, keys); NaN where one is: tl.max would pass over it, and a tile be skipped unseen."""
+        return tl.where(tl.max((scores != scores).to(tl.int32), 1) > 0, float("nan"), tl.max(scores, 1))
+else:
+
+    @triton.jit
+    def largest_of_rows(scores):
+        """The largest of each row of (rows, keys); NaN where one is: tl.max would pass over it, and a tile be skipped unseen."""
+        return tl.reduce(scores, 1, _larger)
 
 
 @triton.jit
 def is_any(rows):
     """True if one of the rows is."""
-    return tl.max(rows.to(tl.int32), 0) > 0
+    # as one row of a matrix: Triton 3.7 cannot compile the plain reduction for compute capability 10.0
+    return tl.max(tl.max(rows.to(tl.int32)[None, :], 1), 0) > 0
 
 
 @triton.jit

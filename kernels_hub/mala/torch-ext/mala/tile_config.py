@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles shipped for each (head_dim, dtype, query length): plain data, no tuning at run time.
+"""Tiles shipped for each (head_dim, dtype, query length), and how each GPU runs them: plain data, no tuning at run time.
 
-BLOCK_M and BLOCK_N belong to the rule's definition (a tile is skipped only if every row agrees); num_warps and num_stages to speed.
+BLOCK_M and BLOCK_N belong to the rule's definition (a tile is skipped only if every row agrees), so they are the same on every GPU;
+num_warps and num_stages belong to speed, and differ with the compute capability.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -32,13 +35,29 @@ class TileConfig:
         return replace(self, block_m=tile[0], block_n=tile[1])
 
 
-# padded head_dim (of q or v, the larger) -> launch shape
+# padded head_dim (of q or v, the larger) -> launch shape, measured on compute capability 9.0
 PREFILL_16BIT = {
     32: TileConfig(64, 128, 4, 3),
     64: TileConfig(64, 128, 4, 3),
     128: TileConfig(64, 128, 4, 2),
     256: TileConfig(64, 64, 4, 2),
 }
+# (num_warps, num_stages) of the same tiles elsewhere: what shared memory and registers allow (``test_ahead_of_time.py``), not tuned
+UNTUNED_PREFILL_16BIT = {
+    (8, 0): {32: (4, 3), 64: (4, 3), 128: (8, 3), 256: (8, 3)},
+    (8, 6): {32: (4, 3), 64: (8, 3), 128: (8, 2), 256: (8, 1)},
+    (8, 9): {32: (4, 3), 64: (8, 3), 128: (8, 2), 256: (8, 1)},
+    (10, 0): {32: (4, 3), 64: (4, 3), 128: (4, 2), 256: (4, 2)},
+    (12, 0): {32: (4, 3), 64: (8, 3), 128: (8, 2), 256: (8, 1)},
+}
+MEASURED = (9, 0)
+SHARED_BYTES = {  # that a program may take, by compute capability (CUDA programming guide)
+    (8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (12, 0): 99 * 1024
+}  # fmt: skip
+SMALL_SHARED_BYTES, SMALL_SHARED_ROWS = (
+    99 * 1024,
+    32,
+)  # where the backward of a head_dim above 128 has room for so many rows
 PREFILL_32BIT = {
     32: TileConfig(64, 64, 4, 2),
     64: TileConfig(64, 64, 4, 2),
@@ -136,14 +155,21 @@ DISCOVERY = DiscoveryConfig(128, 8, 3)
 
 
 def backward_config(
-    head_dim: int, v_head_dim: int, dtype: torch.dtype, tile: tuple[int, int], major: int
+    head_dim: int, v_head_dim: int, dtype: torch.dtype, tile: tuple[int, int], capability: tuple[int, int]
 ) -> BackwardConfig:
-    """The shipped launch shapes, fitted to ``tile``, which the forward chose. ``major``: the GPU's compute capability."""
+    """The shipped launch shapes, fitted to ``tile``, which the forward chose, for a GPU's compute capability; (0, 0) elsewhere."""
     table = BACKWARD_32BIT
     if dtype in (torch.float16, torch.bfloat16):
-        table = BACKWARD_16BIT if major >= 9 else BACKWARD_16BIT_BEFORE_HOPPER
-    config = table[max(padded_head_dim(head_dim), padded_head_dim(v_head_dim))]
+        table = BACKWARD_16BIT if capability >= (9, 0) else BACKWARD_16BIT_BEFORE_HOPPER
+    dim = max(padded_head_dim(head_dim), padded_head_dim(v_head_dim))
     block_m, block_n = tile
+    shared_bytes = SHARED_BYTES[listed_capability(capability)]
+    if table is not BACKWARD_32BIT and dim > 128 and shared_bytes == SMALL_SHARED_BYTES and block_m > SMALL_SHARED_ROWS:
+        raise ValueError(
+            f"gradients of head_dim {max(head_dim, v_head_dim)} with tiles of {block_m} rows take more shared memory than this GPU's "
+            f"{shared_bytes} bytes: pass tile=({SMALL_SHARED_ROWS}, 64)"
+        )
+    config = table[dim]
 
     def fitted(launch: Launch) -> Launch:
         step = min(launch.step, block_n)
@@ -165,11 +191,29 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def tile_config(head_dim: int, v_head_dim: int, dtype: torch.dtype, seqlen_q: int) -> TileConfig:
-    """The shipped launch shape for these inputs; ``seqlen_q`` is the longest query sequence."""
+@cache
+def listed_capability(capability: tuple[int, int]) -> tuple[int, int]:
+    """The compute capability whose entries run on a GPU: its own, else the nearest older one, said once; MEASURED for other vendors."""
+    if capability == (0, 0) or capability in SHARED_BYTES:
+        return MEASURED if capability == (0, 0) else capability
+    nearest = max((one for one in SHARED_BYTES if one < capability), default=min(SHARED_BYTES))
+    logging.getLogger(__name__).warning(
+        "no launch shapes for compute capability %d.%d: those of %d.%d are used", *capability, *nearest
+    )
+    return nearest
+
+
+def tile_config(
+    head_dim: int, v_head_dim: int, dtype: torch.dtype, seqlen_q: int, capability: tuple[int, int] = MEASURED
+) -> TileConfig:
+    """The shipped launch shape for these inputs on a GPU; ``seqlen_q`` is the longest query sequence. The tile is the same on each."""
     is_16bit = dtype in (torch.float16, torch.bfloat16)
+    dim = max(padded_head_dim(head_dim), padded_head_dim(v_head_dim))
     if seqlen_q <= DECODE_ROWS:
-        table = DECODE_16BIT if is_16bit else DECODE_32BIT
-    else:
-        table = PREFILL_16BIT if is_16bit else PREFILL_32BIT
-    return table[max(padded_head_dim(head_dim), padded_head_dim(v_head_dim))]
+        return (DECODE_16BIT if is_16bit else DECODE_32BIT)[dim]
+    config = (PREFILL_16BIT if is_16bit else PREFILL_32BIT)[dim]
+    listed = listed_capability(capability)
+    if not is_16bit or listed == MEASURED:
+        return config
+    num_warps, num_stages = UNTUNED_PREFILL_16BIT[listed][dim]
+    return replace(config, num_warps=num_warps, num_stages=num_stages)

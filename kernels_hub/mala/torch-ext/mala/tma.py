@@ -15,11 +15,16 @@ HAS_GLUON_FOR_HOPPER = TRITON_VERSION >= (3, 6)  # older ones are untried
 
 
 @cache
+def nvidia_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU; (0, 0) for every other device."""
+    if device.type != "cuda" or torch.version.hip:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
 def nvidia_major(device: torch.device) -> int:
     """Major compute capability of an NVIDIA GPU; 0 for every other device."""
-    if device.type != "cuda" or torch.version.hip:
-        return 0
-    return torch.cuda.get_device_capability(device)[0]
+    return nvidia_capability(device)[0]
 
 
 def has_tma(x: Tensor) -> bool:
