@@ -5,6 +5,7 @@ Importing this package adds the attention implementations "mala" and "mala_refer
 ``torch.ops.mala_hf``, keeps "mala" in continuous batching (``continuous_batching``), and does nothing else.
 """
 
+from .cache import MalaCache
 from .config import MalaConfig
 from .convert_bench import Evidence
 from .convert_checkpoint import convert
@@ -20,6 +21,7 @@ register()
 
 __all__ = [
     "Evidence",
+    "MalaCache",
     "MalaConfig",
     "TauSearch",
     "WorkReport",

@@ -83,6 +83,7 @@ LAYERS = {
         "hf_settings",
         "hf_visible",
         "interface",
+        "key_plane",
         "packed_steps",
         "work",
     },

@@ -77,6 +77,8 @@ def attend(
 def _choices(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[list[Choice], Optional[str]]:
     """The ways that the call takes, and the dense kernel that is at hand for it."""
     if call.form != "single":
+        if call.form == "int8_two_pass":
+            return [Choice("int8", "a decode whose keys have an INT8 plane")], None
         return [Choice("fused", "a decode has one way")], None
     if call.discovery == "dense":
         backend = dense_backend(q, k, v, call.settings)

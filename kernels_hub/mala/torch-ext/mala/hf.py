@@ -23,6 +23,7 @@ from .hf_mask import Visible
 from .hf_settings import DENSE, LayerSettings, layer_settings
 from .hf_visible import narrowed, visible_pairs
 from .interface import mala_attn_func
+from .key_plane import KeyPlane
 from .packed_steps import attend_packed
 from .work import Work
 
@@ -85,10 +86,12 @@ def _attend(
     settings = layer_settings(module)
     query, key, value = _one_dtype(query, key, value)
     q, k, v = (_last_dim_contiguous(x).transpose(1, 2) for x in (query, key, value))
+    plane = _plane_of(key, q.shape[1])
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible = visible_pairs(attention_mask, q.shape[0], q.shape[1], k.shape[1], causal, sliding_window, kwargs)
     if visible.padding is not None:  # a cache may be longer than its content
         k, v = k[:, : visible.padding.width], v[:, : visible.padding.width]
+        plane = None if plane is None else plane.first(visible.padding.width)
         visible = Visible(visible.window) if visible.padding.is_full else visible
     listeners = tuple(recorders)
     if listeners and torch.compiler.is_compiling():
@@ -105,6 +108,7 @@ def _attend(
             "sinks": None if s_aux is None else group.of_queries(s_aux, 0),
             "impl": impl,
             "return_work": bool(listeners),
+            "key_plane": None if plane is None else KeyPlane(*(group.of_keys(x, 1) for x in plane.tensors)),
         }
         seen = narrowed(visible, group.settings.window, causal)
         if seen.mask is not None:
@@ -154,6 +158,7 @@ def _tell(listeners: tuple[Callable, ...], module, works: list[HeadWork]) -> Non
 def _mala(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: dict):
     if visible.packing is not None:
         of_q, of_k = visible.packing
+        del options["key_plane"]  # of a cache, and packed sequences have none
         result = attend_packed(
             q[0], k[0], v[0],
             cu_seqlens_q=of_q.cu_seqlens, cu_seqlens_k=of_k.cu_seqlens, max_seqlen_q=of_q.max_seqlen, max_seqlen_k=of_k.max_seqlen,
@@ -168,6 +173,14 @@ def _mala(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: dict):
     if visible.lengths is not None:
         options.update(leftpad_k=visible.lengths[:, 0], seqused_k=visible.lengths[:, 1])
     return mala_attn_func(q, k, v, mask=visible.mask, window=visible.window, **options)
+
+
+def _plane_of(key: Tensor, new_tokens: int) -> Optional[KeyPlane]:
+    """The INT8 plane that a cache gave these very keys; none where a compiler looks, or for a prompt."""
+    if torch.compiler.is_compiling() or new_tokens > MAX_TOKENS or new_tokens >= key.shape[2]:
+        return None
+    plane = getattr(key, "mala_plane", None)  # it may be another build's class
+    return None if plane is None else KeyPlane(plane.quantized, plane.scales, plane.residuals)
 
 
 def _check_request(query: Tensor, key: Tensor, value: Tensor, dropout: float, kwargs: dict) -> None:
