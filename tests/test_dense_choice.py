@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mala_hf.ops import call_options, discover_choice, discover_probe, mala_attn_func, mala_attn_varlen_func
+from mala_hf.ops.cudnn_plans import PlanAccounts
 from mala_hf.ops.discover_choice import choose_by_counts
 from mala_hf.ops.query_tile import Settings
 from mala_hf.ops.reference import full_attention_head, legal_pairs
@@ -138,7 +139,7 @@ def test_short_calls_and_tau_0_are_handed_over_and_say_why(handed_over, monkeypa
     assert [works[119].choice, works[120].choice] == ["dense", "fused"]
     assert "fewer than 120 keys" in works[119].reason
     assert (works[119].work_fraction == 1).all()
-    assert attend(calls[120], tau=0.0, return_work=True)[1].reason == "tau = 0 retains every tile"
+    assert attend(calls[120], tau=0.0, return_work=True)[1].reason == "tau = 0 retains every tile; by torch"
     dense, same = attend(calls[119]), attend(calls[119], discovery="dense")
     assert torch.equal(dense, same)
     assert not torch.equal(dense, attend(calls[119], discovery="fused"))
@@ -287,6 +288,7 @@ def test_heads_that_go_different_ways_are_put_together(handed_over, monkeypatch,
     for name, value in (("SHORT", 0), ("MIN_LOOK", 256), ("MIN_SPLIT", 256)):
         monkeypatch.setattr(discover_choice, name, value)
     monkeypatch.setattr(discover_choice, "is_measured", lambda device: True)
+    monkeypatch.setattr(PlanAccounts, "has_plan", lambda *_: True)
     place = {"dtype": torch.float32 if device == "cpu" else torch.bfloat16, "device": device}
     inputs = peaked_inputs(1024, links=0.5, num_heads=6, num_kv_heads=3, head_dim=32, flat_share=0.3, **place)
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]

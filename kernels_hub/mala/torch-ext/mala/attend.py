@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from . import operators
-from .dense import dense_attention_in_graph, dense_attention_with_lse, dense_backend, dense_tiles
+from .dense import (
+    NAMES,
+    OWN,
+    affordable_backend,
+    dense_attention_in_graph,
+    dense_attention_with_lse,
+    dense_backend,
+    dense_tiles,
+)
 from .discover_choice import choose
 from .key_plane import KeyPlane
 from .query_tile import Settings
@@ -120,9 +128,14 @@ def _attend_as(
     block_table: Optional[Tensor],
     key_plane: Optional[KeyPlane] = None,
 ) -> tuple[Tensor, Optional[Tensor], Optional[Work]]:
-    if choice.way == "dense":
-        return _attend_dense(choice, backend, q, k, v, call)
-    settings, sequences = call.settings, call.sequences
+    settings, sequences, way = call.settings, call.sequences, choice.way
+    if way == "dense":
+        if call.discovery != "dense" and backend is not None:
+            backend = affordable_backend(backend, q, k, v, settings)
+            choice = replace(choice, reason=f"{choice.reason}; {NAMES[backend]}")
+        if backend != OWN:
+            return _attend_dense(choice, backend, q, k, v, call)
+        settings, way = replace(settings, tau=0.0), "fused"
     sinks = None if sinks is None else sinks.contiguous()  # the kernels read it, and a table of pages, by index
     block_table = None if block_table is None else block_table.to(torch.int32).contiguous()
     plane = key_plane.tensors if call.form == "int8_two_pass" and key_plane is not None else (None, None, None)
@@ -136,7 +149,7 @@ def _attend_as(
         raise ValueError("the reference scores every tile again and saves no support: leave save_support at None")
     out, lse, tiles, certificate, found = operators.run_forward(
         q, k, v, sinks, mask, sequences.bounds, known, sequences.max_seqlen_q, sequences.max_seqlen_k, sequences.is_packed,
-        settings.tau, settings.softmax_scale, *settings.window, settings.softcap, *settings.tile, call.impl, choice.way,
+        settings.tau, settings.softmax_scale, *settings.window, settings.softcap, *settings.tile, call.impl, way,
         call.form, call.num_splits, block_table, *plane, call.return_work, saves,
     )  # fmt: skip
     if records:

@@ -174,9 +174,9 @@ def _spread(x, BLOCK_R: tl.constexpr, SCAN_R: tl.constexpr):
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def attend_retained_kernel(
     q_ptr, k_ptr, v_ptr, maxima_ptr, sums_ptr, p_ptr, lower_ptr, split_max_ptr, split_sum_ptr, split_top_ptr, lists_ptr, sinks_ptr,
-    acc_ptr, state_ptr, tiles_ptr, bounds_ptr, tables_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_tables, q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
-    softmax_scale, softcap_log2, tau,
+    acc_ptr, state_ptr, tiles_ptr, bounds_ptr, tables_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_tables, q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads,
+    num_splits, window_left, window_right, softmax_scale, softcap_log2, tau,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, SCAN_R: tl.constexpr, SCAN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -211,7 +211,9 @@ def attend_retained_kernel(
     rows = tl.arange(0, SCAN_R)
     if HAS_SINKS:
         kept += tl.exp2(tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP).to(tl.float32) * LOG2_E - shift)
-    limit = _row_limits(shift + tl.log2(kept), largest, threshold_log2, exists, BOUND_SLACK if FROM_PLANE else FORWARD_SLACK)
+    limit = _row_limits(
+        shift + tl.log2(kept), largest, threshold_log2, exists, BOUND_SLACK if FROM_PLANE else FORWARD_SLACK
+    )
 
     list_ptr = lists_ptr + (group * num_splits + split).to(tl.int64) * tl.cdiv(num_k_tiles, num_splits)
     num_retained = 0
@@ -226,7 +228,7 @@ def attend_retained_kernel(
         is_mine = (retained > 0) & (place % num_splits == split)
         tl.store(list_ptr + place // num_splits, tiles, mask=is_mine)
         num_retained += tl.sum(retained, 0)
-        if RETURN_WORK:
+        if RETURN_WORK:  # noqa: SIM102 - a constant: the rest is compiled only where it holds
             if split == 0:
                 sums = tl.load(sums_ptr + of_tiles, mask=mask & (maxima != float("-inf")), other=0.0)
                 left_out = tl.where(retained[:, None] > 0, 0.0, sums * tl.exp2(maxima - shift[None, :]))

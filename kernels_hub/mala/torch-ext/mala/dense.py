@@ -13,10 +13,14 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from .cudnn_plans import plans
 from .query_tile import Settings
 from .visibility import Sequences
 from .work import NOT_VISIBLE, RETAINED
 
+OWN = "own"  # MALA's kernel, told to skip nothing
+NAMES = {"cudnn": "by cuDNN", "flash": "by FlashAttention", "cpu": "by torch", OWN: "by MALA's own kernel with tau = 0"}
+HOPPER = 9  # major compute capability, where that kernel has a loop without votes
 HEAD_DIM_UNIT = 8  # elements; torch pads other head dims, which copies
 
 
@@ -49,12 +53,25 @@ def dense_backend(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Option
     """ "cudnn", "flash" or "cpu": the first of torch's kernels that takes these tensors and that is not switched off; None if none."""
     if not q.is_cuda:
         return "cpu" if q.device.type == "cpu" else None
-    query, key, value = (x.detach().transpose(1, 2) for x in (q, k, v))
-    is_grouped = q.shape[2] != k.shape[2]
-    params = SDPAParams(query, key, value, None, 0.0, settings.window[1] == 0, is_grouped)
+    params = _params(q, k, v, settings)
     if can_use_cudnn_attention(params):
         return "cudnn"
     return "flash" if can_use_flash_attention(params) else None
+
+
+def _params(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> SDPAParams:
+    query, key, value = (x.detach().transpose(1, 2) for x in (q, k, v))
+    return SDPAParams(query, key, value, None, 0.0, settings.window[1] == 0, q.shape[2] != k.shape[2])
+
+
+def affordable_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> str:
+    """``backend``, or what costs less for now: cuDNN plans for each new shape, and one that is seldom seen never pays for it."""
+    if backend != "cudnn" or plans.has_plan(q, k, v, settings.window[1] == 0):
+        return backend
+    if torch.cuda.get_device_capability(q.device)[0] == HOPPER:
+        return OWN
+    params = _params(q, k, v, settings)
+    return "flash" if can_use_flash_attention(params) else OWN
 
 
 def dense_attention_with_lse(

@@ -18,7 +18,7 @@ OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 class CachedKernel:
     """A ``triton.jit`` function that specialises on no number.
 
-    A call's ``key`` stands for the types of its tensors, whether they are there, and their alignment; constants and options are looked at.
+    A call's ``key`` stands for the types of its tensors, whether they are there, and their alignment; constants and options are read.
     """
 
     def __init__(self, kernel: Any) -> None:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense calls go to cuDNN only once their shape has earned the plan that it builds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mala_hf.ops import attend, cudnn_plans, mala_attn_func
+from mala_hf.ops.cudnn_plans import GRADIENT_FACTOR, PLAN_SECONDS, SAVED_A_CALL, PlanAccounts
+
+
+def tensors(length: int, **options) -> list[torch.Tensor]:
+    return [torch.empty(1, length, heads, 8, **options) for heads in (2, 1, 1)]
+
+
+def calls_until_a_plan(plans: PlanAccounts, x: list[torch.Tensor], limit: int = 100_000) -> int:
+    return next(count for count in range(1, limit) if plans.has_plan(*x, True))
+
+
+def test_a_shape_earns_its_plan_by_its_own_calls():
+    plans = PlanAccounts()
+    needed = calls_until_a_plan(plans, tensors(4))
+    assert needed == pytest.approx(PLAN_SECONDS / SAVED_A_CALL, rel=0.01)
+    assert plans.has_plan(*tensors(4), True)
+    assert not plans.has_plan(*tensors(5), True)
+    assert not plans.has_plan(*tensors(4), False)
+
+
+def test_lengths_that_never_come_back_never_earn_one():
+    plans = PlanAccounts()
+    assert not any(plans.has_plan(*tensors(length), True) for length in range(1, 3000))
+    assert len(plans._earned) == cudnn_plans.MAX_SHAPES
+
+
+def test_long_calls_and_gradients_earn_sooner():
+    short, long = (calls_until_a_plan(PlanAccounts(), tensors(length)) for length in (4, 400_000))
+    trained = calls_until_a_plan(PlanAccounts(), tensors(4, requires_grad=True))
+    assert long < short / 20
+    assert trained == pytest.approx(short / GRADIENT_FACTOR, rel=0.01)
+
+
+def test_a_cuda_graph_under_capture_earns_nothing(monkeypatch):
+    plans = PlanAccounts()
+    monkeypatch.setattr(cudnn_plans, "PLAN_SECONDS", 3 * SAVED_A_CALL)
+    monkeypatch.setattr(cudnn_plans, "is_capturing", lambda: True)
+    assert not any(plans.has_plan(*tensors(4), True) for _ in range(10))
+    monkeypatch.undo()
+    monkeypatch.setattr(cudnn_plans, "PLAN_SECONDS", 3 * SAVED_A_CALL)
+    assert [plans.has_plan(*tensors(4), True) for _ in range(3)] == [False, False, True]
+
+
+def test_malas_own_kernel_computes_what_has_no_plan(monkeypatch):
+    """With every tile retained, whatever tau asks for, and the report says by whom."""
+    monkeypatch.setattr(attend, "choose", lambda *_: [attend.Choice("dense", "flat")])
+    monkeypatch.setattr(attend, "affordable_backend", lambda *_: attend.OWN)
+    q, k, v = (30 * torch.randn(1, 200, heads, 16) for heads in (2, 1, 1))
+    call = {"causal": True, "tau": 1.0, "return_work": True, "tile": (16, 16)}
+    monkeypatch.setattr("mala_hf.ops.interface.may_be_dense", lambda *_: True)
+    out, work = mala_attn_func(q, k, v, **call)
+    monkeypatch.undo()
+    assert work.choices == (attend.Choice("dense", "flat; by MALA's own kernel with tau = 0"),)
+    assert work.work_fraction.eq(1).all()
+    assert mala_attn_func(q, k, v, **call)[1].work_fraction.lt(1).all()
+    torch.testing.assert_close(out, mala_attn_func(q, k, v, causal=True, tau=0.0))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_shape_comes_to_cudnn_in_the_end(monkeypatch):
+    monkeypatch.setattr(cudnn_plans, "plans", PlanAccounts())
+    monkeypatch.setattr("mala_hf.ops.dense.plans", cudnn_plans.plans)
+    q, k, v = (torch.randn(1, 1000, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (16, 8, 8))
+    reasons = []
+    for _ in range(int(PLAN_SECONDS / SAVED_A_CALL) + 1):
+        out, work = mala_attn_func(q, k, v, causal=True, return_work=True)
+        reasons.append(work.choices[0].reason)
+        if reasons[-1].endswith("by cuDNN"):
+            break
+    assert reasons[0] != reasons[-1]
+    own = mala_attn_func(q, k, v, causal=True, tau=0.0, discovery="fused")
+    assert (out - own).norm() / own.norm() < 0.01
