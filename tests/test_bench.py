@@ -205,6 +205,7 @@ def test_what_does_not_import_says_why(monkeypatch):
     found, missing = load_baselines(["sdpa_flash", "fa4"])
     assert list(found) == ["sdpa_flash"]
     assert missing["fa4"].startswith("ModuleNotFoundError: ")
+    assert missing["fa4"].endswith("not installed: pip install --pre flash-attn-4")
 
 
 # rows

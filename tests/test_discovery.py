@@ -11,8 +11,10 @@ from calls import Call, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import FAMILIES, Case, ids
+from project import ROOT
 from torch import Tensor
 
+from mala_hf.bench.workload import Workload, workload_of
 from mala_hf.ops import discover, discover_choice
 from mala_hf.ops import forward as forward_module
 from mala_hf.ops.support_bits import unpack_support
@@ -241,3 +243,29 @@ def test_auto_takes_int8_for_long_peaked_inputs_only_and_never_waits_in_a_graph(
         out = mala_attn_func(q, k, v, causal=True)
     graph.replay()
     assert torch.equal(out, expected)
+
+
+WORKLOADS = [
+    "16,8,128,8192,400", "16,8,128,8192,flat", "16,8,128,8192,400:0.25", "16,8,64,8192,400", "32,8,128,8192,400",
+    "16,8,128,2047,400", "16,8,128,131072,1000", "captured",
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", WORKLOADS)
+def test_on_every_workload_of_the_benchmark_bits_and_retained_tiles_are_the_fused_kernels(shape, device):
+    capture = ROOT / "tests" / "data" / "smollm2_layer19_kv1.safetensors"
+    workload = Workload(None, None, captured=capture) if shape == "captured" else workload_of(shape)
+    inputs = workload.inputs(torch.device(device))
+    call = Call(
+        Case(), inputs.q, inputs.k, inputs.v, {"causal": True, "tile": None, "decode": "single", "discovery": "fused"}
+    )
+    arguments = arguments_of(call)
+    fused, found = (
+        forward_module.launch_forward(*arguments, return_work=False, save_support=True, discovery=way)
+        for way in ("fused", "int8")
+    )
+    for name, mine, theirs in zip(
+        ("out", "lse", "support"), (*found[:2], found[4]), (*fused[:2], fused[4]), strict=True
+    ):
+        assert torch.equal(mine, theirs), name

@@ -59,6 +59,7 @@ LOADERS: dict[str, Callable[[], Attention]] = {
     "flash_sparse": flash_sparse,
 }
 SPARSE = ("flash_sparse",)  # the others are dense
+PACKAGES = {"fa4": "--pre flash-attn-4", "flash_sparse": "'flash-sparse-attn[cute]'"}  # what pip would install
 
 
 def load_baselines(names: Iterable[str]) -> tuple[dict[str, Attention], dict[str, str]]:
@@ -73,7 +74,8 @@ def load_baselines(names: Iterable[str]) -> tuple[dict[str, Attention], dict[str
         try:
             found[name] = LOADERS[name]()
         except Exception as error:  # a package that is there but broken may raise anything
-            missing[name] = reason(error)
+            how = f"; not installed: pip install {PACKAGES[name]}" if isinstance(error, ModuleNotFoundError) else ""
+            missing[name] = reason(error) + how
     return found, missing
 
 
