@@ -15,6 +15,7 @@ from typing import Any
 import evaluation_tables
 from decode_table import decode
 from evaluation_figures import evaluation_figures
+from method_study_tables import METHOD_STUDY_TABLES, recall_figures
 from performance_figures import performance_figures
 from stored_results import ROOT, results, table
 from study_figures import study_figures
@@ -228,6 +229,7 @@ TABLES = {
     "real_model": evaluation_tables.real_model,
     "kernels_benchmark": evaluation_tables.kernels_benchmark,
     **STUDY_TABLES,
+    **METHOD_STUDY_TABLES,
     **TRAINING_STUDY_TABLES,
 }
 
@@ -243,7 +245,9 @@ def drawn() -> dict[Path, str]:
     figures = {f"training/{name}": training_svg(results(name)) for name in training_names()}
     figures |= {f"evaluation/{name}": svg for name, svg in evaluation_figures().items()}
     figures |= {f"performance/{name}": svg for name, svg in performance_figures().items()}
-    figures |= {f"studies/{name}": svg for name, svg in (study_figures() | training_study_figures()).items()}
+    figures |= {
+        f"studies/{name}": svg for name, svg in (study_figures() | recall_figures() | training_study_figures()).items()
+    }
     return pages | {ROOT / "docs" / f"{name}.svg": svg for name, svg in figures.items()}
 
 

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-query associative recall: full attention, MALA, MoBA, DSA and NSA in the same small model; resumable, JSON lines.
+"""Multi-query associative recall: full attention, MALA, MoBA, DSA and NSA in the same small model; resumable, JSON.
 
-    python scripts/study_recall.py --jobs 5 --budget-seconds 150 --output results/study_recall_h200.jsonl
+    python scripts/study_recall.py --jobs 5 --budget-seconds 150 --output results/study_recall_h200.json
     python scripts/study_recall.py --device cpu --lengths 512 --widths 32 --pairs 16 --vocab-size 256 --ceiling 320 \\
-        --short-tokens 1024 --batch 4 --output recall.jsonl
+        --short-tokens 1024 --batch 4 --output recall.json
 
-The same command goes on where it was. Methods with a budget attend to at most ``--ceiling`` keys of a query.
+The same command goes on where it was, from the output and from the rows that gather beside it while it runs. Methods with a budget
+attend to at most ``--ceiling`` keys of a query. A run that fails is named at the end, and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from stored_results import as_text
 
 from mala_hf.bench.runner import bench_device, new_result
 from mala_hf.studies.recall_model import CEILING, METHODS
@@ -46,8 +50,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget-seconds", type=float, metavar="X", help="finish no run after that time")
     parser.add_argument("--device", metavar="NAME", help="default: a GPU")
     parser.add_argument("--commit", metavar="SHA", help="to record (default: the checkout's)")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON")
     return parser
+
+
+def store_of(output: Path, settings: dict[str, Any]) -> RowStore:
+    """The rows that gathered beside the output, or those in it. Raises ``ValueError`` where they are of other settings."""
+    store = RowStore(output.with_suffix(".rows.jsonl"), settings)
+    if not store.rows and output.exists():
+        found = json.loads(output.read_text("utf-8"))
+        rows = found.pop("rows")
+        if found != settings:
+            raise ValueError(f"{output} was measured with other settings: remove it, or choose another output")
+        store.append(rows)
+    return store
 
 
 def show(row: dict[str, Any]) -> None:
@@ -68,14 +84,20 @@ def main() -> None:
         test_sequences=options.test_sequences,
     )  # fmt: skip
     facts = new_result(device, options.commit)
-    store = RowStore(options.output, {"gpu": facts["gpu"], "versions": facts["versions"], "recipe": asdict(recipe)})
+    commit = facts.pop("commit")
+    store = store_of(options.output, facts | {"recipe": asdict(recipe)})
     cells = cells_of(options.methods, options.lengths, options.widths, range(options.seeds))
 
-    left = sweep(
+    left, failed = sweep(
         cells, recipe, store, device,
-        jobs=options.jobs, budget_seconds=options.budget_seconds, commit=facts["commit"], on_row=show,
+        jobs=options.jobs, budget_seconds=options.budget_seconds, commit=commit, on_row=show,
     )  # fmt: skip
+    options.output.write_text(as_text(store.settings | {"rows": store.rows}), "utf-8")
+    store.path.unlink(missing_ok=True)
     print(f"{len(store.rows)} runs stored, {len(left)} left")
+    for cell, why in failed.items():
+        print(f"failed: {cell}: {why}", file=sys.stderr)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

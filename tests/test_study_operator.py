@@ -12,7 +12,7 @@ from project import ROOT
 
 from mala_hf.studies import operator_methods
 from mala_hf.studies.nsa import NSAShape, compressed_rows
-from mala_hf.studies.operator_bench import METHODS, OperatorShape, errors_of, measure_decode, methods_of
+from mala_hf.studies.operator_bench import METHODS, OperatorShape, errors_of, forward_flops, measure_decode, methods_of
 from mala_hf.workloads import Inputs
 
 SMALL = OperatorShape(1024, 2, 1, 16, 512)
@@ -57,6 +57,16 @@ def test_methods_with_a_budget_have_the_slots_and_nsas_compressed_keys_on_top():
     assert made["nsa"].shape.count * made["nsa"].shape.selected + made["nsa"].shape.window == 512
     assert made["full"].slots(1024) == 512.5
     assert made["mala"].slots(1024) is None
+
+
+def test_the_flops_of_a_forward_are_scores_values_and_what_choosing_takes():
+    pairs = 1024 * 1025 / 2
+    assert forward_flops("full", SMALL, 512.5) == pytest.approx(2 * 2 * pairs * (16 + 16))
+    assert forward_flops("mala", SMALL, 100.0) == pytest.approx(2 * 2 * 16 * (pairs + 1024 * 100))
+    attended = 2 * 2 * 1024 * 100 * (16 + 16)
+    assert forward_flops("nsa", SMALL, 100.0) == pytest.approx(attended)
+    assert forward_flops("moba", SMALL, 100.0) == pytest.approx(attended + 2 * 2 * 16 * pairs / 128)
+    assert forward_flops("dsa", SMALL, 100.0) == pytest.approx(attended + 2 * 8 * 64 * pairs)
 
 
 @pytest.mark.parametrize("name", ["moba", "nsa", "dsa"])

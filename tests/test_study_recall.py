@@ -99,10 +99,10 @@ def test_a_small_model_learns_the_task():
 def test_a_sweep_stores_rows_and_goes_on_where_it_was(tmp_path):
     cells = [Cell("full", 64, 32, 0), Cell("mala", 64, 32, 0)]
     store = RowStore(tmp_path / "rows.jsonl", {"recipe": "tiny"})
-    assert sweep(cells[:1], TINY, store, CPU, commit="abc") == []
+    assert sweep(cells[:1], TINY, store, CPU, commit="abc") == ([], {})
     shown = []
     again = RowStore(tmp_path / "rows.jsonl", {"recipe": "tiny"})
-    assert sweep(cells, TINY, again, CPU, on_row=shown.append) == []
+    assert sweep(cells, TINY, again, CPU, on_row=shown.append) == ([], {})
     assert [row["method"] for row in shown] == ["mala"]
     assert [row["commit"] for row in again.rows] == ["abc", None]
     # tiles of 64 keys and 64 queries: all that is visible is retained, or about that
@@ -112,8 +112,19 @@ def test_a_sweep_stores_rows_and_goes_on_where_it_was(tmp_path):
 def test_no_run_begins_when_the_budget_is_spent(tmp_path):
     cells = [Cell("full", 64, 32, seed) for seed in range(3)]
     store = RowStore(tmp_path / "rows.jsonl", {})
-    assert sweep(cells, TINY, store, CPU, budget_seconds=-1.0) == cells
+    assert sweep(cells, TINY, store, CPU, budget_seconds=-1.0) == (cells, {})
     assert store.rows == []
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, jobs):
+    cells = [Cell("full", 66, 32, 0), Cell("none", 64, 32, 0), Cell("full", 64, 32, 0)]
+    store = RowStore(tmp_path / "rows.jsonl", {})
+    left, failed = sweep(cells, TINY, store, CPU, jobs=jobs)
+    assert left == []
+    assert list(failed) == [cells[1]]
+    assert "methods are full" in failed[cells[1]]
+    assert {row["seqlen"] for row in store.rows} == {64, 66}
 
 
 def test_a_run_that_would_miss_its_deadline_is_given_up_early(monkeypatch):
@@ -143,17 +154,25 @@ def test_logits_are_those_of_the_asked_places():
 
 
 def test_the_study_runs_all_methods_by_one_command(tmp_path):
-    output = tmp_path / "recall.jsonl"
+    output = tmp_path / "recall.json"
     command = (
         "scripts/study_recall.py --device cpu --lengths 512 --widths 32 --seeds 1 --pairs 8 --vocab-size 64 --ceiling 320"
         " --short-steps 2 --short-tokens 256 --steps 2 --batch 1 --test-sequences 1 --commit abc"
     )
-    done = subprocess.run(
-        [sys.executable, *command.split(), "--output", output], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+
+    def run(*more):
+        words = [sys.executable, *command.split(), "--output", output, *more]
+        return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+
+    done = run()
     assert done.returncode == 0, done.stderr
-    settings, *rows = map(json.loads, output.read_text("utf-8").splitlines())
-    assert settings["settings"]["recipe"]["pairs"] == 8
-    assert [row["method"] for row in rows] == list(METHODS)
-    assert all(0 <= row["accuracy"] <= 1 and row["commit"] == "abc" for row in rows)
+    found = json.loads(output.read_text("utf-8"))
+    assert found["recipe"]["pairs"] == 8
+    assert [row["method"] for row in found["rows"]] == list(METHODS)
+    assert all(0 <= row["accuracy"] <= 1 and row["commit"] == "abc" for row in found["rows"])
     assert "5 runs stored, 0 left" in done.stdout
+    assert list(tmp_path.iterdir()) == [output]
+    again = run()
+    assert again.stdout == "5 runs stored, 0 left\n"
+    assert json.loads(output.read_text("utf-8")) == found
+    assert "other settings" in run("--steps", "3").stderr

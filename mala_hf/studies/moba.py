@@ -43,7 +43,8 @@ def chosen_blocks(q: Tensor, k: Tensor, block: int, topk: int) -> Tensor:
     numbers = torch.arange(means.shape[1], device=q.device)
     found = []
     for start in range(0, seqlen, ROWS):
-        gates = torch.einsum("bqhd,bnhd->bqhn", upcast(q[:, start : start + ROWS]), means)
+        with torch.autocast(q.device.type, enabled=False):
+            gates = torch.einsum("bqhd,bnhd->bqhn", upcast(q[:, start : start + ROWS]), means)
         own = torch.arange(start, start + gates.shape[1], device=q.device) // block
         gates = gates.masked_fill((numbers >= own[:, None])[None, :, None], -torch.inf)
         best = gates.topk(choices, sorted=False)

@@ -17,6 +17,7 @@ from ..bench.decode_workload import decode_slots
 from ..bench.gate import CHECKED_ROWS, MAX_GRADIENT_ERROR, check, relative_error
 from ..bench.timing import copies_for_cold_reads, device_times, laps, peak_bytes
 from ..bench.workload import Workload, bench_dtype
+from ..flops import causal_slots, post_score_forward_flops, score_flops
 from ..ops import mala_attn_func
 from ..workloads import Inputs
 from . import operator_methods as methods
@@ -64,6 +65,22 @@ def methods_of(shape: OperatorShape, q: Tensor) -> Iterator[tuple[str, Callable[
     yield "nsa_package", lambda: methods.PackagedNSA(nsa, q)
     yield "nsa", lambda: methods.NSA(nsa, q, COMPRESSED_ROWS)
     yield "dsa", lambda: methods.DSA(shape.seqlen, shape.slots, shape.index_heads, shape.index_dim, device, dtype)
+
+
+def forward_flops(name: str, shape: OperatorShape, slots: float) -> float:
+    """FLOPs of a method's forward, what it takes to choose counted in full; ``slots`` retained per query.
+
+    NSA's compressed keys are among its slots; the products that compress are not counted.
+    """
+    rows = shape.seqlen * shape.num_heads
+    visible = causal_slots(shape.seqlen)
+    scored = shape.num_heads * visible if name in OURS else rows * slots
+    chosen = {
+        "moba": score_flops(shape.num_heads * visible / shape.moba_block, shape.head_dim),
+        "dsa": score_flops(shape.index_heads * visible, shape.index_dim),
+    }
+    attended = score_flops(scored, shape.head_dim) + post_score_forward_flops(rows * slots, shape.head_dim)
+    return attended + chosen.get(name, 0.0)
 
 
 def median_ms(call: Callable[[], Any], device: torch.device, budget_ms: float) -> dict[str, float]:
@@ -162,7 +179,9 @@ def measure(shape: OperatorShape, device: torch.device, budget_ms: float, wanted
             continue
         try:
             method = make()
-            row[name] = {"implementation": method.implementation, "key_slots_per_query": method.slots(shape.seqlen)}
+            slots = method.slots(shape.seqlen) or row["mala_key_slots_per_query"]
+            row[name] = {"implementation": method.implementation, "key_slots_per_query": slots}
+            row[name]["forward_flops"] = forward_flops(name, shape, slots)
             row[name] |= measure_sequence(method, inputs, device, budget_ms)
             row[name]["decode"] = measure_decode(method, token, device, budget_ms)
         except Exception as error:  # a package that is absent, or no memory: the others can still be measured

@@ -41,6 +41,10 @@ def packed_forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, softmax_sc
             q, k, v, packing.cu_seqlens_q, packing.cu_seqlens_k, packing.max_seqlen_q, packing.max_seqlen_k,
             0.0, packing.causal, False, scale=softmax_scale,
         )  # fmt: skip
+        if found[1].shape != (q.shape[1], q.shape[0]):
+            raise RuntimeError(
+                f"torch {torch.__version__} lays out lse as {tuple(found[1].shape)} for q {tuple(q.shape)}"
+            )
         return found[0], found[1]
     out, lse = torch.zeros_like(q), upcast(q.new_full((q.shape[1], q.shape[0]), -torch.inf))
     for rows, keys in _sequences(packing):

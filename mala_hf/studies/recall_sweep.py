@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..bench.baselines import reason
 from .recall_train import Cell, OutOfTime, Recipe, train_cell
 from .row_store import RowStore
 
@@ -56,17 +58,22 @@ def sweep(
     budget_seconds: float | None = None,
     commit: str | None = None,
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
-) -> list[Cell]:
-    """Run what the store lacks, ``jobs`` at a time, and store each row when it is there; the cells for which there was no time.
+) -> tuple[list[Cell], dict[Cell, str]]:
+    """Run what the store lacks, ``jobs`` at a time, and store each row when it is there.
 
-    budget_seconds: a run that would end later is given up after its first steps. commit: kept with every row. A run that fails stops
-    the sweep; rows stay.
+    budget_seconds: a run that would end later is given up after its first steps. commit: kept with every row.
+    Returns the cells for which there was no time, and those that failed, with the reason; the others go on.
     """
     wanted = [cell for cell in cells if not store.has(**asdict(cell))]
     deadline = None if budget_seconds is None else time.time() + budget_seconds
-    left = []
+    left, failed = [], {}
 
-    def keep(cell: Cell, row: dict[str, Any] | None) -> None:
+    def keep(cell: Cell, run: Callable[[], dict[str, Any] | None]) -> None:
+        try:
+            row = run()
+        except Exception as error:  # whatever a method raises: the others can still run
+            failed[cell] = reason(error)
+            return
         if row is None:
             left.append(cell)
         else:
@@ -75,14 +82,10 @@ def sweep(
 
     if jobs == 1:
         for cell in wanted:
-            keep(cell, run_cell(cell, recipe, str(device), deadline))
-        return left
+            keep(cell, partial(run_cell, cell, recipe, str(device), deadline))
+        return left, failed
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(run_cell, cell, recipe, str(device), deadline): cell for cell in wanted}
-        try:
-            for future in as_completed(running):
-                keep(running[future], future.result())
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return left
+        for future in as_completed(running):
+            keep(running[future], future.result)
+    return left, failed

@@ -38,9 +38,9 @@ def gathered_rows(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
     """
     batch, rows, _, head_dim = q.shape
     sequence = torch.arange(batch, device=q.device).view(-1, 1, 1)
-    keys, values = (
-        x[sequence, numbers].flatten(0, 1).transpose(1, 2) for x in (k, v)
-    )  # (batch * rows, kv heads, topk, ...)
+    # (batch * rows, kv heads, topk, 2 head_dim)
+    gathered = torch.cat([k, v], -1)[sequence, numbers].flatten(0, 1).transpose(1, 2)
+    keys, values = gathered.split(head_dim, -1)
     grouped = q.reshape(batch * rows, k.shape[2], -1, head_dim)
     return F.scaled_dot_product_attention(grouped, keys, values).reshape(q.shape)
 
