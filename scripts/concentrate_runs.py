@@ -6,6 +6,7 @@ Points and answers are stored as they come and training is checkpointed when its
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
@@ -240,6 +241,9 @@ def ruler(model: Any, tokenizer: Any, plan: Plan, data: Path, folder: Path) -> d
         device=str(model.device),
     )
     model = model.to(getattr(torch, plan.dtype)).eval()
+    gc.collect()  # the optimizer lives in reference cycles; other arms want its memory
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
     found = evaluate(settings, make_bar=no_bar, notice=print, loaded=(model, tokenizer))
     assert found is not None  # one process
     prompts, answers, _ = found

@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="prepared tokens and samples")
     parser.add_argument("--model", help=f"Hub name or folder (default: {OFFLINE_MODEL} from the package index)")
+    parser.add_argument("--name", help="of the model in the results (default: the last part of --model)")
     parser.add_argument("--prepare", action="store_true", help="make the folder instead of running; needs no GPU")
     parser.add_argument(
         "--novel", metavar="FILE", help="UTF-8 text, plain or .gz, to train on besides the manual of Django"
@@ -187,7 +188,7 @@ def write_results(options: argparse.Namespace, plan: Plan, about: dict, runs: li
         "device": ", ".join(sorted(devices)),
         "commit": commit,
         "versions": versions(),
-        "model": Path(options.model).name if options.model else OFFLINE_MODEL,
+        "model": options.name or (Path(options.model).name if options.model else OFFLINE_MODEL),
         "data": about,
         "plan": asdict(plan),
         "arms": runs,

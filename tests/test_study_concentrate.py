@@ -97,7 +97,7 @@ def test_a_run_out_of_time_goes_on_to_the_same_curve(data, tmp_path):
 
 def test_all_arms_are_one_command_and_one_file(data, tmp_path, monkeypatch):
     output = tmp_path / "out" / "concentrate.json"
-    arms = ["--arms", "start", ARMS[3], "--steps", 2, "--output", output]
+    arms = ["--arms", "start", ARMS[3], "--steps", 2, "--name", "other", "--output", output]
     command = ["study_concentrate.py", *map(str, options_of(data, tmp_path / "state", *arms, *RULER))]
     monkeypatch.setattr(sys, "argv", command)
     study_concentrate.main()
@@ -105,6 +105,7 @@ def test_all_arms_are_one_command_and_one_file(data, tmp_path, monkeypatch):
     assert [run["label"] for run in found["arms"]] == ["start", ARMS[3]]
     for run in found["arms"]:
         assert [(row["implementation"], row["samples"]) for row in run["ruler"]["tasks"]] == [("sdpa", 2), ("mala", 2)]
+    assert found["model"] == "other"
     assert found["plan"]["tile"] == [16, 16]
     rows = [line.split(" | ") for line in training_study_tables.concentrate_table(found).splitlines()[2:]]
     assert [row[0] for row in rows] == ["| start", f"| {ARMS[3]}"]
