@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="folder, Hub name, GGUF file, or smollm2")
     parser.add_argument("output", metavar="OUT", help="new folder")
     parser.add_argument("--tau", type=float, metavar="T", help="of all layers (default: 1)")
-    parser.add_argument("--discovery", default="auto", metavar="D", help="auto, fused, int8 or dense (default: auto)")
+    parser.add_argument("--discovery", default="auto", help=argparse.SUPPRESS)  # docs/convert.md: its help is full
     parser.add_argument("--search-tau", action="store_true", help="choose a tau for each layer under a budget:")
     parser.add_argument("--max-ppl-increase", type=float, metavar="X", help="nats per token (no budget named: 0.001)")
     parser.add_argument("--max-omitted-mass", type=float, metavar="X", help="mean of any layer, 0 to 1")
