@@ -67,8 +67,8 @@ class MalaHeads(Heads):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal; (batch, seqlen, num_heads, head_dim)."""
         if self.training:
-            return mala_attn_func(q, k, v, causal=True)
-        out, work = mala_attn_func(q, k, v, causal=True, return_work=True)
+            return mala_attn_func(q, k, v, causal=True, discovery="fused")
+        out, work = mala_attn_func(q, k, v, causal=True, discovery="fused", return_work=True)
         self.key_slots_per_query = work.key_slots_per_query.mean().item()
         return out
 
