@@ -10,6 +10,8 @@ from stored_results import results, table
 Row = dict[str, Any]
 
 FORMS, DENSE = ("two_pass", "split", "single"), ("sdpa_cudnn", "sdpa_flash")
+INT8 = "mala_int8"
+INT8_HEADER = ("INT8 plane, µs", "over cuDNN", "over FlashAttention-2", "GB/s", "of copy")
 HEADER = (
     "batch x context",
     "heads",
@@ -34,7 +36,9 @@ def decode(name: str = "decode_h200") -> str:
     """Each shape: retained slots of the two-pass form, times, speedups, and the bandwidth on the bytes that must be read."""
     found = results(name)
     rates = "Copy bandwidth in this run: {copy_gb_s:,.0f} GB/s; of a sum, which only reads: {read_gb_s:,.0f} GB/s.\n\n"
-    return rates.format(**found["bandwidth"]) + table(HEADER, [cells(row) for row in found["rows"]])
+    has_plane = any(INT8 in row for row in found["rows"])
+    lines = [[*cells(row), *(int8_cells(row.get(INT8, {})) if has_plane else [])] for row in found["rows"]]
+    return rates.format(**found["bandwidth"]) + table((*HEADER, *(INT8_HEADER if has_plane else ())), lines)
 
 
 def cells(row: Row) -> list[str]:
@@ -50,6 +54,16 @@ def cells(row: Row) -> list[str]:
         number(ours, "gb_s", "{:,.0f}"),
         *(number(column, "of_copy", "{:.0f} %", 100) for column in (ours, row["sdpa_cudnn"])),
         *(number(column, "eager_ms", "{:,.1f}", 1000) for column in (ours, row["sdpa_cudnn"])),
+    ]
+
+
+def int8_cells(column: Row) -> list[str]:
+    """What a line has besides where the decode from an INT8 plane was measured."""
+    return [
+        number(column, "median_ms", "{:,.1f}", 1000),
+        *(number(column, f"speedup_over_{other}", "{:.2f}x") for other in ("cudnn", "flash")),
+        number(column, "gb_s", "{:,.0f}"),
+        number(column, "of_copy", "{:.0f} %", 100),
     ]
 
 

@@ -10,20 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import mala_attn_func
+from ..ops import KeyPlane, mala_attn_func, quantize_keys
 from .baselines import Attention
 from .decode_inputs import DecodeShape
 from .decode_workload import DecodeWorkload
 from .gate import check, full_attention, relative_error
 from .rows import add_baselines, add_speedups
-from .timing import copies_for_cold_reads, device_times, eager_times, peak_bytes
+from .timing import Call, copies_for_cold_reads, device_times, eager_times, peak_bytes
 
-FORMS = ("two_pass", "split", "single")
+# columns; "mala_int8": two passes, the first over an INT8 plane of the keys
+FORMS = ("two_pass", "mala_int8", "split", "single")
 BASELINES = ("sdpa_cudnn", "sdpa_flash")  # unless others are asked for
 
 
-def mala(q: Tensor, k: Tensor, v: Tensor, form: str, **options: Any) -> Any:
-    """The call that is measured."""
+def mala(q: Tensor, k: Tensor, v: Tensor, plane: KeyPlane, form: str, **options: Any) -> Any:
+    """The call that is measured. Only the column "mala_int8" reads ``plane``."""
+    if form == "mala_int8":
+        return mala_attn_func(q, k, v, causal=True, decode="int8_two_pass", key_plane=plane, **options)
     return mala_attn_func(q, k, v, causal=True, decode=form, **options)
 
 
@@ -44,14 +47,17 @@ def measure_decode(
 ) -> dict[str, Any]:
     """One row: every form and baseline checked and timed, retained slots stated, and what they read for it.
 
-    ``gb_s`` is what must be read (keys, and the values of retained tiles; keys and values for a dense kernel) over the time, and
-    ``of_copy`` that over the copy bandwidth. Raises ``RuntimeError`` where a form of MALA is wrong; a baseline that fails says why.
+    ``gb_s`` is what must be read (keys, and the values of retained tiles; the plane, and keys and values of retained tiles; keys and
+    values for a dense kernel) over the time, and ``of_copy`` that over the copy bandwidth. Raises
+    ``RuntimeError`` where a form of MALA is wrong; a baseline that fails says why.
     """
     inputs = workload.inputs(device)
     q, k, v = inputs.q, inputs.k, inputs.v
     key_bytes, value_bytes = (x.numel() * x.element_size() for x in (k, v))
-    copies = copies_for_cold_reads(key_bytes, device)
-    caches = [(k, v), *((k.clone(), v.clone()) for _ in range(copies - 1))]
+    plane = quantize_keys(k)
+    copies = copies_for_cold_reads(min(key_bytes, plane.nbytes), device)
+    caches = [(k, v, plane)]
+    caches += [(k.clone(), v.clone(), KeyPlane(*(x.clone() for x in plane.tensors))) for _ in range(copies - 1)]
     truth = full_attention(q, k, v, 1)
     row: dict[str, Any] = {
         **asdict(DecodeShape(q.shape[0], q.shape[2], k.shape[2], k.shape[1], q.shape[3])),
@@ -62,9 +68,8 @@ def measure_decode(
         "cache_copies": copies,
     }
 
-    def measured(name: str, attention: Attention, read: int) -> dict[str, Any]:
-        error = check(f"decode, {name} at {k.shape[1]} tokens", relative_error(attention(q, k, v), truth))
-        calls = [functools.partial(attention, q, *cache) for cache in caches]
+    def measured(name: str, calls: list[Call], read: int) -> dict[str, Any]:
+        error = check(f"decode, {name} at {k.shape[1]} tokens", relative_error(calls[0](), truth))
         memory = peak_bytes(calls[0], device)
         times = device_times(calls, device, budget_ms)
         eager = eager_times(calls, device, budget_ms / 4)["median_ms"]
@@ -80,16 +85,23 @@ def measure_decode(
         }
 
     for form in FORMS:
-        _, work = mala(q, k, v, form, return_work=True)
+        _, work = mala(q, k, v, plane, form, return_work=True)
         kept = retained_keys(work.retained, k.shape[2], work.tile[1], k.shape[1])
-        read = key_bytes + kept * v.shape[-1] * v.element_size()
+        read = kept * v.shape[-1] * v.element_size()
+        read += plane.nbytes + kept * k.shape[-1] * k.element_size() if form == "mala_int8" else key_bytes
         row[form] = {
             "key_slots_per_query": work.key_slots_per_query.mean().item(),
             "key_slots_per_query_by_head": work.key_slots_per_query.mean(0).tolist(),
             "work_fraction": work.work_fraction.mean().item(),
             "tile": list(work.tile),
-            **measured(form, functools.partial(mala, form=form), read),
+            **measured(form, [functools.partial(mala, q, *cache, form=form) for cache in caches], read),
         }
-    add_baselines(row, baselines, lambda name, attention: measured(name, attention, key_bytes + value_bytes))
+
+    def of_baseline(name: str, attention: Attention) -> dict[str, Any]:
+        return measured(
+            name, [functools.partial(attention, q, *cache[:2]) for cache in caches], key_bytes + value_bytes
+        )
+
+    add_baselines(row, baselines, of_baseline)
     add_speedups(row, FORMS, baselines)
     return row
