@@ -27,7 +27,7 @@ import torch
 from fuzz_targets import TARGETS
 from stored_results import as_text
 
-PIECE = 50  # cases between two looks at the clock
+PIECE = 10  # cases between two looks at the clock
 
 
 def run(name: str, cases: int, first_seed: int, until: float) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from .decode_rows import (
     load_queries,
     split_range,
 )
-from .rule import FORWARD_SLACK, is_tile_retained, limit_of, online_softmax_step
+from .rule import FORWARD_SLACK, is_any, is_tile_retained, largest_of_rows, limit_of, online_softmax_step
 from .tile_steps import LOG2_E
 
 
@@ -58,10 +58,10 @@ def attend_split_kernel(
                         stride_ks * STRIDE_UNIT, stride_kh * STRIDE_UNIT, HEAD_DIM, BLOCK_N, BLOCK_D, PAGE)  # fmt: skip
         scores = decode_scores(q, k, start_n, row_low, row_high, softmax_scale, softcap_log2, LOG2_E, BLOCK_N, HAS_SOFTCAP,
                                DOT_PRECISION)  # fmt: skip
-        tile_max = tl.max(scores, 1)
+        tile_max = largest_of_rows(scores)
         retained = is_tile_retained(tile_max, limit)
         if RETURN_WORK:
-            code = (1 + retained.to(tl.int8)) * (tl.max(tile_max, 0) > float("-inf")).to(tl.int8)
+            code = (1 + retained.to(tl.int8)) * is_any(tile_max != float("-inf")).to(tl.int8)
             tl.store(tiles_ptr + tl.cast(group, tl.int64) * num_k_tiles + tile, code)
         if retained:
             v = load_cached(v_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, start_n, seqlen_k, stride_vb * STRIDE_UNIT,

@@ -27,7 +27,7 @@ from .decode_rows import (
     load_queries,
     split_range,
 )
-from .rule import BACKWARD_SLACK, FORWARD_SLACK, is_tile_retained, limit_of, online_softmax_step
+from .rule import BACKWARD_SLACK, FORWARD_SLACK, is_tile_retained, largest_of_rows, limit_of, online_softmax_step
 from .tile_steps import LOG2_E
 
 BOUND_SLACK = tl.constexpr(2.0**-14)  # above what long sums in float32 may be off by: a guarantee stands on it
@@ -71,7 +71,7 @@ def score_tiles_kernel(
                         PAGE)  # fmt: skip
         scores = decode_scores(q, k, tile * BLOCK_N, row_low, row_high, softmax_scale, softcap_log2, LOG2_E, BLOCK_N, HAS_SOFTCAP,
                                DOT_PRECISION)  # fmt: skip
-        tile_max = tl.max(scores, 1)
+        tile_max = largest_of_rows(scores)
         p = tl.exp2(scores - tl.where(tile_max == float("-inf"), 0.0, tile_max)[:, None])
         tile_sum = tl.sum(p, 1)
         new_max = tl.maximum(row_max, tile_max)

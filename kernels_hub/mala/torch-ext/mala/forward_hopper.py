@@ -48,7 +48,7 @@ def _allocate(scores, tile_max, index, q_tile_exists, v_desc, v_smem, v_ready, v
         to_log2 = 1.0
     retained = is_tile_retained(tile_max, limit)
     if RETURN_WORK:
-        visible = gl.max(tile_max, 0) > float("-inf")
+        visible = is_any(tile_max != float("-inf"))
         code = (1 + retained.to(gl.int32)) * visible.to(gl.int32)
         gl.store(tiles_base + index, code.to(gl.int8), mask=q_tile_exists)
     if retained:

@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
+from .rule import largest_of_rows
+
 LOG2_E = gl.constexpr(math.log2(math.e))
 
 
@@ -63,4 +65,4 @@ def judge(scores, index, offs_n, position, row_exists, seqlen_k, whole_low, whol
         if HAS_RIGHT:
             legal &= keys[None, :] <= position[:, None] + window_right
         scores = gl.where(legal, scores, float("-inf"))
-    return scores, gl.max(scores, 1) * to_log2
+    return scores, largest_of_rows(scores) * to_log2

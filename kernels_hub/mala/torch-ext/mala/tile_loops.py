@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .rule import FORWARD_SLACK, is_tile_retained, limit_of, online_softmax_step
+from .rule import FORWARD_SLACK, is_tile_retained, largest_of_rows, limit_of, online_softmax_step
 from .support import load_words, previous_bit, set_bit
 from .tile_steps import allocate, legal_pairs, load_tile, score_tile
 
@@ -32,7 +32,7 @@ def visit_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, 
             )  # fmt: skip
             scores = tl.where(legal, scores, float("-inf"))
             legal_keys = tl.sum(legal.to(tl.int32), 1)
-        tile_max = tl.max(scores, 1) * to_log2  # (BLOCK_M,)
+        tile_max = largest_of_rows(scores) * to_log2  # (BLOCK_M,)
         row_max, row_sum, acc, limit, omitted = allocate(
             scores, to_log2, tile_max, legal_keys, v, v_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_vs,
             tiles_base, support_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
@@ -71,7 +71,7 @@ def walk_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, walked_base, 
                     row_exists[:, None], seqlen_k, mask_base, stride_ms, window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_MASK,
                 )  # fmt: skip
                 scores = tl.where(legal, scores, float("-inf"))
-            tile_max = tl.max(scores, 1) * to_log2
+            tile_max = largest_of_rows(scores) * to_log2
             if IS_SUPPORT:
                 p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, True)
                 acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=DOT_PRECISION)

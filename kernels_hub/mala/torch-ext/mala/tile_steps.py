@@ -6,7 +6,7 @@ import math
 import triton
 import triton.language as tl
 
-from .rule import FORWARD_SLACK, is_tile_retained, limit_of, online_softmax_step
+from .rule import FORWARD_SLACK, is_any, is_tile_retained, limit_of, online_softmax_step
 from .support import set_bit
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -94,7 +94,7 @@ def allocate(scores, to_log2, tile_max, legal_keys, v, base, batch, kv_head, k_b
     if RETURN_WORK:
         code = 1 + retained.to(tl.int8)
         if IS_EDGE:
-            code *= (tl.max(tile_max, 0) > float("-inf")).to(tl.int8)
+            code *= is_any(tile_max != float("-inf")).to(tl.int8)
         tl.store(tiles_base + index, code)
     if retained:
         v_tile = load_tile(v, base, batch, kv_head, k_begin, start_n, seqlen_k, tl.arange(0, BLOCK_DV), stride_vs,
