@@ -20,8 +20,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .forward_hopper_all import attend_all_tiles
-from .hopper_steps import LOG2_E, judge, load_tiles, start_scores
-from .rule import FORWARD_SLACK, is_any, is_tile_retained, limit_of, log2_threshold, online_softmax_step, reaches_limit
+from .hopper_steps import LOG2_E, is_any, is_tile_retained, judge, load_tiles, start_scores
+from .rule import FORWARD_SLACK, limit_of, log2_threshold, online_softmax_step, reaches_limit
 from .support import set_bit
 
 LN_2 = gl.constexpr(math.log(2.0))

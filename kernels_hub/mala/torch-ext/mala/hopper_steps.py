@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
-from .rule import largest_of_rows
+from .rule import largest_of_rows, reaches_limit
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 
@@ -45,6 +45,18 @@ def start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES: gl.constexpr, BLO
     mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
     k_tile = k_ring.index(stage)._reinterpret(k_ring.dtype, [BLOCK_N, BLOCK_D], k_layout)
     return warpgroup_mma(q_smem, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def is_any(rows):
+    """As in ``rule.py``, whose form suits compute capability 10.0 and has no layout here."""
+    return gl.max(rows.to(gl.int32), 0) > 0
+
+
+@gluon.jit
+def is_tile_retained(tile_max, limit_log2):
+    """True if some constraining row reaches its limit."""
+    return is_any(reaches_limit(tile_max, limit_log2))
 
 
 @gluon.jit
