@@ -118,6 +118,13 @@ def test_what_the_page_says_of_nsas_slots_is_so():
     assert FIRST + LAST == 3
 
 
+def test_the_small_run_ranks_as_the_page_says():
+    rows = json.loads((ROOT / "results" / "study_recall_cpu.json").read_text("utf-8"))["rows"]
+    accuracy = {row["method"]: row["accuracy"] for row in rows}
+    assert abs(accuracy["full"] - accuracy["mala"]) < 0.005
+    assert accuracy["mala"] > accuracy["dsa"] > accuracy["moba"] > accuracy["nsa"]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("study_recall_*.json")), ids=lambda path: path.stem)
 def test_stored_runs_are_whole_and_none_is_twice(path):
     rows = json.loads(path.read_text("utf-8"))["rows"]

@@ -29,7 +29,7 @@ class Recipe:
 
     short_steps: int = 300
     short_tokens: int = 16384
-    steps: int = 300
+    steps: int = 200
     batch: int = 8
     rate: float = 1e-2
     warmup: int = 50
