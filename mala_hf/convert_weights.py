@@ -66,7 +66,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{INDEX} is damaged ({type(error).__name__}): fetch the checkpoint again") from error
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
             raise ValueError(f"{INDEX} names {name!r}, which is no file beside it")
     if not names:
         raise ValueError(f"{INDEX} names no file")
