@@ -10,6 +10,8 @@ TRANSFORMERS ?= transformers==5.22.2
 # with the release of kernels that it asks for; the one that 5.24 asks for is on no index yet
 OLDEST ?= 'transformers==5.17.0' 'kernels==0.16.2'
 NEWEST ?= 'transformers>=5.17,<5.25'
+# the oldest that compiles the Hopper kernels
+OLDER_TRITON ?= triton==3.6.0
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() or 1, 8))')
 PYTEST_FLAGS ?=
 DEMO_FLAGS ?=
@@ -25,7 +27,7 @@ PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/
 
 SAY_VERSION = $(BIN)/python -c 'from importlib.metadata import version; print("transformers", version("transformers"))'
 
-.PHONY: help test unit lint format demo fuzz clean oldest newest
+.PHONY: help test unit lint format demo fuzz clean oldest newest triton
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -35,7 +37,7 @@ help: ## list the targets
 demo: .venv/demo ## full attention and MALA side by side on a real model; results in demo_results/
 	OMP_WAIT_POLICY=passive $(BIN)/python -m mala_hf demo $(DEMO_FLAGS)
 
-test: lint oldest newest unit ## lint, types, the Transformers tests on both ends of the range, then all tests
+test: lint triton oldest newest unit ## lint, types, what depends on versions at the ends of their ranges, then all tests
 
 lint: .venv/dev ## ruff and mypy
 	$(BIN)/ruff check
@@ -52,6 +54,10 @@ oldest: .venv/dev .overlays/oldest/done ## the Transformers tests on the oldest 
 newest: .venv/dev .overlays/newest/done ## the Transformers tests on the newest supported release
 	@PYTHONPATH=.overlays/newest $(SAY_VERSION)
 	PYTHONPATH=.overlays/newest $(PYTEST) -m transformers
+
+triton: .venv/dev .overlays/triton/done ## compile the Hopper kernels ahead of time with an older Triton
+	@PYTHONPATH=.overlays/triton $(BIN)/python -c 'import triton; print("triton", triton.__version__)'
+	PYTHONPATH=.overlays/triton $(PYTEST) -m triton
 
 fuzz: .venv/dev ## 10,000 drawn calls against the rule, with another seed: make fuzz FUZZ_FLAGS="--seed 7"; about half an hour
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python scripts/fuzz.py --cases 10000 $(FUZZ_FLAGS)
@@ -77,8 +83,11 @@ clean: ## remove what make made
 	$(PIP) -e '.[dev,hub]' $(TORCH) $(TRANSFORMERS)
 	@touch $@ .venv/demo
 
-# only Transformers and what it needs, laid over .venv: torch is installed once
+# only what differs and what that needs, laid over .venv: torch is installed once
+.overlays/oldest/done: OVERLAY = $(OLDEST)
+.overlays/newest/done: OVERLAY = $(NEWEST)
+.overlays/triton/done: OVERLAY = --no-deps $(OLDER_TRITON)
 .overlays/%/done: .venv/torch
 	rm -rf $(@D)
-	$(PIP) --target $(@D) $($(if $(filter oldest,$*),OLDEST,NEWEST))
+	$(PIP) --target $(@D) $(OVERLAY)
 	@touch $@

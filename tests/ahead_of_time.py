@@ -82,7 +82,8 @@ def findings(launches: list[Launch], compile_kernels: bool = True) -> list[list[
 
 def _environment() -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return environment | {"PYTHONPATH": str(KERNELS), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join(filter(None, [str(KERNELS), os.environ.get("PYTHONPATH")]))  # another Triton may lie on it
+    return environment | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
 class _NamedTarget:
