@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import evaluation_tables
+from all_tiles_table import all_tiles
 from decode_table import decode
 from evaluation_figures import evaluation_figures
 from method_study_tables import METHOD_STUDY_TABLES, recall_figures
 from performance_figures import performance_figures
+from reliability_tables import RELIABILITY_TABLES
 from stored_results import ROOT, results, table
 from study_figures import study_figures
 from study_tables import STUDY_TABLES
@@ -32,6 +34,7 @@ PAGES = (
     "docs/studies.md",
     "docs/kernel_hub.md",
     "docs/scaling.md",
+    "docs/reliability.md",
     "kernels_hub/mala/CARD.md",
 )
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -216,6 +219,7 @@ TABLES = {
     "steps": steps,
     "gradients": gradients,
     "decode": decode,
+    "all_tiles": all_tiles,
     "tensor_parallel": tensor_parallel,
     "tensor_parallel_step": tensor_parallel_step,
     "blockwise": blockwise,
@@ -231,6 +235,7 @@ TABLES = {
     **STUDY_TABLES,
     **METHOD_STUDY_TABLES,
     **TRAINING_STUDY_TABLES,
+    **RELIABILITY_TABLES,
 }
 
 

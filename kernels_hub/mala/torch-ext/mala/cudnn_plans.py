@@ -4,6 +4,8 @@
 cuDNN is the fastest dense kernel on Hopper once it has a plan for a shape, and builds one in about 38 ms, several hundred times as long
 as a short call takes (results/forward_all_tiles_h200.json). Prompts of every length would pay that every time. So a shape earns its
 plan: MALA's own kernel computes it until what cuDNN would have saved adds up to what a plan costs.
+
+Where gradients are taken the own kernel stays: a forward and its recomputation must not go different ways.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from torch import Tensor
 PLAN_SECONDS = 0.038
 SAVED_A_CALL = 10e-6  # seconds, by cuDNN over the loop that skips nothing
 SAVED_A_FLOP = 0.13 / 550e12
-GRADIENT_FACTOR = 6  # of a call whose gradient is taken too
 MAX_SHAPES = 1024
 
 
@@ -32,14 +33,17 @@ class PlanAccounts:
         self._earned: OrderedDict[tuple, float] = OrderedDict()
 
     def has_plan(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-        """Count one more call of this shape, and say whether it has earned its plan. A CUDA graph under capture earns nothing."""
+        """Count one more call of this shape, and say whether it has earned its plan.
+
+        A CUDA graph under capture earns nothing, and a call whose gradient is taken has none.
+        """
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return False
         shape = (*((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)), is_causal)
         earned = self._earned.pop(shape, 0.0)
         if not is_capturing():
             flops = 2.0 * q.numel() * k.shape[1] + 2.0 * q.numel() // q.shape[-1] * v.shape[-1] * k.shape[1]
-            saved = SAVED_A_CALL + SAVED_A_FLOP * flops / (2 if is_causal else 1)
-            needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-            earned += saved * (GRADIENT_FACTOR if needs_grad else 1)
+            earned += SAVED_A_CALL + SAVED_A_FLOP * flops / (2 if is_causal else 1)
         self._earned[shape] = earned
         if len(self._earned) > MAX_SHAPES:
             self._earned.popitem(last=False)

@@ -79,7 +79,8 @@ def mala_attn_func(
             attention's. "auto" decides, and ``Work.choices`` says what and why: on a GPU, dense below 2,048 keys and at tau = 0; from
             16,384 tokens on (Hopper) what a sample of the rows asks for, which waits for the device: int8, fused, or dense, from
             32,768 tokens on each KV head for itself; fused otherwise. Under a compiler and in a CUDA graph lengths alone decide.
-            Dense is chosen only where nothing else was asked for: impl="auto", no tile, no save_support=True, no deterministic=True
+            Dense is then cuDNN where a shape has earned the plan that cuDNN builds for it, else MALA's own kernel with tau = 0.
+            It is chosen only where nothing else was asked for: impl="auto", no tile, no save_support=True, no deterministic=True
             (nor torch.use_deterministic_algorithms), no window, softcap, sinks, masks or padding.
         decode: form of the test where up to 64 new tokens meet a longer context. "single": from the diagonal to earlier keys against
             the mass retained so far, as everywhere else. "two_pass": all scores first, then every tile against the full normalizer; a
