@@ -234,7 +234,9 @@ def attend_retained_kernel(
                 left_out = tl.where(retained[:, None] > 0, 0.0, sums * tl.exp2(maxima - shift[None, :]))
                 omitted += tl.sum(left_out, 0)
                 code = (1 + retained) * tl.max((maxima != float("-inf")).to(tl.int32), 1)
-                tl.store(tiles_ptr + tl.cast(group, tl.int64) * num_k_tiles + tiles, code.to(tl.int8), mask=tiles < last)
+                tl.store(
+                    tiles_ptr + tl.cast(group, tl.int64) * num_k_tiles + tiles, code.to(tl.int8), mask=tiles < last
+                )
     tl.debug_barrier()  # the list is read by all threads
 
     token, exists, row_low, row_high, _, _, _ = decode_rows(
