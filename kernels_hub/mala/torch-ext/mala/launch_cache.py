@@ -18,7 +18,8 @@ OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 class CachedKernel:
     """A ``triton.jit`` function that specialises on no number.
 
-    A call's ``key`` stands for the types of its tensors, whether they are there, and their alignment; constants and options are read.
+    A call's ``key`` stands for the types of its tensors and numbers, whether they are there, and alignment; constants and options are
+    read.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -30,22 +31,23 @@ class CachedKernel:
 
     def launch(self, grid: tuple[int, int], key: tuple, arguments: dict[str, Any]) -> None:
         """Run over ``grid``; ``arguments`` by name, launch options among them."""
-        kernel = self.kernel
         values = [arguments[name] for name in self.names]
-        if any(type(value) is int and value >= INT32_END for value in values):  # another type
-            kernel[grid](**arguments)
-            return
         constants = tuple([arguments[name] for name in self.constants])
         whole = (key, constants, *[arguments.get(option) for option in OPTIONS])
         compiled = self.compiled.get(whole)
         if compiled is not None:
             compiled[(*grid, 1)](*values)
             return
-        compiled = kernel[grid](**arguments)
+        compiled = self.kernel[grid](**arguments)
         if isinstance(compiled, CompiledKernel):  # the interpreter has none
             self.compiled[whole] = compiled
 
 
 def key_of(*tensors: Tensor | None) -> tuple:
-    """Of each tensor what compilation depends on: its type, device, and whether it begins at a multiple of 16 bytes."""
-    return tuple([None if x is None else (x.dtype, x.device.index, x.data_ptr() % 16 == 0) for x in tensors])
+    """Of each tensor what compilation depends on: type, device, whether it begins at a multiple of 16 bytes, strides beyond 32 bits."""
+    return tuple([None if x is None else (x.dtype, x.device.index, x.data_ptr() % 16, _wide_strides(x)) for x in tensors])
+
+
+def _wide_strides(x: Tensor) -> tuple[int, ...] | None:
+    strides = x.stride()
+    return strides if max(strides, default=0) >= INT32_END else None  # numbers of another type

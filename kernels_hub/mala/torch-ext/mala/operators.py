@@ -249,4 +249,7 @@ def run_forward(*inputs):
     tensors = [x for x in inputs[:NUM_TENSORS] if x is not None]
     if any(unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError("MALA has no forward-mode derivative: use attn_implementation='eager' for that")
-    return (forward if needs_operator(tensors) else _Eager.apply)(*inputs)
+    if needs_operator(tensors):
+        return forward(*inputs)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return (_Eager.apply if needs_grad else forward._init_fn)(*inputs)
