@@ -48,17 +48,26 @@ class Counted:
 @contextmanager
 def counted_launches() -> Iterator[Counter]:
     """Launches of each kernel inside the block, by its name."""
+    from mala_hf.ops.launch_cache import CachedKernel
     from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER
 
     counts: Counter = Counter()
     names = LAUNCHERS + (HOPPER_LAUNCHERS if HAS_GLUON_FOR_HOPPER else ())
     modules = [importlib.import_module(f"mala_hf.ops.{name}") for name in names]
     kernels = [(x, name, kernel) for x in modules for name, kernel in vars(x).items() if name.endswith("_kernel")]
+    launch = CachedKernel.launch
+
+    def counted_launch(cached, *args) -> None:
+        counts[getattr(cached.kernel, "fn", cached.kernel).__name__] += 1
+        launch(cached, *args)
+
     try:
+        CachedKernel.launch = counted_launch  # type: ignore[method-assign]
         for module, name, kernel in kernels:
             setattr(module, name, Counted(kernel, name, counts))
         yield counts
     finally:
+        CachedKernel.launch = launch  # type: ignore[method-assign]
         for module, name, kernel in kernels:
             setattr(module, name, kernel)
 

@@ -131,12 +131,13 @@ def _lengths(draw, shape: Shape, generator: torch.Generator) -> dict[str, Tensor
 
 
 @st.composite
-def fixed_calls(draw, dtypes=FLOATS, tiles=TILES, sizes=SHAPES, masks: bool = True) -> Call:
-    """A call of ``mala_attn_func``."""
+def fixed_calls(draw, dtypes=FLOATS, tiles=TILES, sizes=SHAPES, is_decode: bool = False) -> Call:
+    """A call of ``mala_attn_func``; of what a decode covers, if ``is_decode``."""
     generator, shape, dtype = seeds(draw), draw(sizes), draw(st.sampled_from(dtypes))
-    q, k, v = operands(draw, shape, dtype, generator)
+    tied = ("near_threshold", "constant_keys") if is_decode else ("near_threshold",)
+    q, k, v = operands(draw, shape, dtype, generator, tied)
     options = {**drawn_settings(draw, shape, generator, tiles), "decode": "single"}
-    surroundings = draw(st.sampled_from(["none", "lengths", "lengths"] + ["mask"] * masks))
+    surroundings = draw(st.sampled_from(["none", "lengths", "lengths"] + ["mask"] * (not is_decode)))
     if surroundings == "mask":
         options["mask"] = _mask(draw, shape, generator)
     if surroundings == "lengths":
@@ -173,7 +174,7 @@ def packed_calls(draw, dtypes=FLOATS, tiles=TILES) -> Call:
 def decode_calls(draw, dtypes=FLOATS, tiles=TILES) -> tuple[Call, str, int]:
     """A call of ``mala_attn_func`` that a decode covers, its form and its number of splits."""
     sizes = shapes(st.integers(1, 12), st.integers(-3, 90), st.integers(1, 2))
-    call, form = draw(fixed_calls(dtypes, tiles, sizes, masks=False)), draw(st.sampled_from(FORMS))
+    call, form = draw(fixed_calls(dtypes, tiles, sizes, is_decode=True)), draw(st.sampled_from(FORMS))
     if form == "int8_two_pass" and call.q.dtype == torch.float64:  # a plane's numbers are float32
         form = "two_pass"
     if form == "int8_two_pass":

@@ -19,6 +19,8 @@ NOT_VISIBLE, SKIPPED, RETAINED = 0, 1, 2
 EPS_32 = torch.finfo(torch.float32).eps
 # a score is a float32 sum of products: its error is a few roundings of |q| |k| softmax_scale
 TIE_ROUNDINGS = 8
+# what implementations lower a limit by, so that rounding undoes no nesting, in roundings of 1 + |normalizer|
+SLACK_ROUNDINGS = 32
 # what a result may lose beyond twice the baseline's error: roundings of its largest value, in the computing precision
 FLOOR_ROUNDINGS = 16
 
@@ -175,7 +177,10 @@ def check_forward(call: Call, out: Tensor, lse: Tensor, work) -> int:
         assert not tiles[:, k_tiles:].any(), f"{context}: tiles beyond the keys"
         tiles = tiles[:q_tiles, :k_tiles]
         precision = precision_of(dtype)
-        assert_same_tiles(tiles, reference_head(call, head), TIE_ROUNDINGS * precision * size, context)
+        expected = reference_head(call, head)
+        finite = expected.lse[expected.lse.isfinite()]
+        slack = SLACK_ROUNDINGS * precision * (1.0 + float(finite.abs().max())) if finite.numel() else 0.0
+        assert_same_tiles(tiles, expected, TIE_ROUNDINGS * precision * size + slack, context)
         truth = attention_over(call, head, tiles == RETAINED)
         same = attention_over(call, head, tiles == RETAINED, dtype)
         # the kernel's products add head_dim terms one after the other, the baseline's in blocks; all weights are off by what the
@@ -186,7 +191,9 @@ def check_forward(call: Call, out: Tensor, lse: Tensor, work) -> int:
         # scores stay in float32 whatever the inputs' dtype, and so must lse and certificate
         wide = same if dtype == torch.float64 else attention_over(call, head, tiles == RETAINED, torch.float32)
         got_lse, got_certificate = of_head(lse, call, head, True), of_head(work.certificate, call, head, True)
-        assert_near(f"{context}: lse", got_lse, truth.lse, wide.lse, size)
+        assert_near(
+            f"{context}: lse", got_lse, truth.lse, wide.lse, size, off
+        )  # a sum of max and log, which may cancel
         finite = truth.lse.isfinite()
         assert_near(
             f"{context}: certificate", got_certificate[finite], truth.certificate[finite], wide.certificate[finite],
@@ -204,7 +211,9 @@ def check_rows_without_keys(call: Call, out: Tensor, lse: Tensor, outside: Tenso
     assert not out.any(), "rows that see no key are not zero"
     sinks = call.options.get("sinks")
     empty = lse.new_full(lse.shape[-2:-1], -math.inf) if sinks is None else sinks.to(lse.dtype)
-    assert torch.equal(lse[outside], empty[:, None].expand_as(lse)[outside]), "lse of rows that see no key"
+    expected = empty[:, None].expand_as(lse)[outside]
+    # the kernels turn a sink into log2 units and back
+    torch.testing.assert_close(lse[outside], expected, rtol=4 * EPS_32, atol=0, msg="lse of rows that see no key")
 
 
 def run_kernel(call: Call):

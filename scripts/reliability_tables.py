@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of docs/reliability.md, from the files that the fuzz, the tests of reliability and the sanitizer wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stored_results import ROOT, results, table
+
+
+def _stored(name: str, command: str) -> dict[str, Any] | str:
+    """A file of results, or a sentence that says how to make it."""
+    if (ROOT / "results" / f"{name}.json").exists():
+        return results(name)
+    return f"None stored yet; they come from `{command}`.\n"
+
+
+def fuzz() -> str:
+    """Cases by target."""
+    found = _stored("fuzz_cpu", "make fuzz FUZZ_FLAGS='--output results/fuzz_cpu.json'")
+    if isinstance(found, str):
+        return found
+    rows = [[row["target"], f"{row['cases']:,}", f"{row['faults']:,}"] for row in found["rows"]]
+    return table(["target", "cases", "faults"], [*rows, ["all", f"{found['cases']:,}", f"{found['faults']:,}"]])
+
+
+def _tests(name: str, command: str) -> str:
+    found = _stored(name, command)
+    if isinstance(found, str):
+        return found
+    rows = [
+        [
+            row["test"].removeprefix("test_").replace("_", " "),
+            *(f"{row[key]:,}" for key in ("passed", "failed")),
+            *(f"{row[key]:,}" if key in row else "" for key in ("runs", "faults")),
+        ]
+        for row in found["rows"]
+    ]
+    totals = ["all", *(f"{found[key]:,}" for key in ("passed", "failed", "runs", "faults"))]
+    return table(["what is tested", "cases passed", "failed", "repeated runs", "injected faults"], [*rows, totals])
+
+
+def reliability_cpu() -> str:
+    """Tests of reliability without a GPU."""
+    return _tests("reliability_cpu", "python scripts/reliability_runs.py results/reliability_cpu.json")
+
+
+def reliability_gpu() -> str:
+    """The same on one."""
+    return _tests("reliability_h200", "python scripts/reliability_runs.py results/reliability_h200.json")
+
+
+def sanitizer() -> str:
+    """What compute-sanitizer found, by tool."""
+    found = _stored("sanitizer_h200", "python scripts/sanitize.py results/sanitizer_h200.json --logs LOGS")
+    if isinstance(found, str):
+        return found
+    rows = [[row["tool"], str(row["calls"]), "none" if row["ok"] else str(row["errors"])] for row in found["rows"]]
+    return table(["tool", "calls", "errors"], rows)
+
+
+RELIABILITY_TABLES = {
+    "fuzz": fuzz,
+    "reliability_cpu": reliability_cpu,
+    "reliability_gpu": reliability_gpu,
+    "sanitizer": sanitizer,
+}
