@@ -12,7 +12,7 @@ from inputs import Case, ids
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mala_hf.ops import call_options, discover_choice, discover_probe, mala_attn_func, mala_attn_varlen_func
+from mala_hf.ops import call_options, decode_choice, discover_choice, discover_probe, mala_attn_func, mala_attn_varlen_func
 from mala_hf.ops.cudnn_plans import PlanAccounts
 from mala_hf.ops.discover_choice import choose_by_counts
 from mala_hf.ops.query_tile import Settings
@@ -143,6 +143,24 @@ def test_short_calls_and_tau_0_are_handed_over_and_say_why(handed_over, monkeypa
     dense, same = attend(calls[119]), attend(calls[119], discovery="dense")
     assert torch.equal(dense, same)
     assert not torch.equal(dense, attend(calls[119], discovery="fused"))
+
+
+@pytest.mark.parametrize("length", [70, 700])
+def test_a_step_over_a_short_cache_is_handed_over(handed_over, monkeypatch, length):
+    monkeypatch.setattr(decode_choice, "SHORT", 120)
+    monkeypatch.setattr(discover_choice, "SHORT", 120)
+    call = build(Case(seqlen_q=1, seqlen_k=length, num_heads=4, num_kv_heads=2, batch=2), torch.float32, "cpu")
+    out, lse, work = attend(call, return_lse=True, return_work=True)
+    assert (work.choice, work.form) == (("dense", "single") if length < 120 else ("fused", "two_pass"))
+    expected, expected_lse = full(call)
+    assert (work.work_fraction == 1).all() or length > 120
+    if length < 120:
+        torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, expected_lse.float(), rtol=1e-5, atol=1e-5)
+    for asked in ({"decode": "two_pass"}, {"num_splits": 2}, {"discovery": "fused"}):
+        assert attend(call, **asked, return_work=True)[1].form == "two_pass"
+    two = build(Case(seqlen_q=2, seqlen_k=length), torch.float32, "cpu")
+    assert attend(two, return_work=True)[1].form == "two_pass"
 
 
 def test_a_tile_that_is_asked_for_is_used(handed_over):

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from .attend import Call
+from .cudnn_plans import is_capturing
+from .dense import dense_backend
+from .discover_choice import SHORT
 from .key_plane import KeyPlane, check_key_plane
 from .query_tile import Settings
 from .support_reuse import is_reusing_support
@@ -49,11 +52,19 @@ def decode_call(
             form = "int8_two_pass"
     elif form == "int8_two_pass":
         raise ValueError("decode='int8_two_pass' reads the keys' INT8 plane: give key_plane, see quantize_keys")
-    if form == "single":
+    if form == "single" or (form == "two_pass" and decode == "auto" and not num_splits and _is_dense(call, q, k, v)):
         return call
     settings = decode_settings(call.settings, q, v, k.shape[2], chosen_tile)
     num_splits = num_splits or (0 if call.impl == "triton" else CPU_SPLITS)
     return replace(call, settings=settings, form=form, num_splits=num_splits)
+
+
+def _is_dense(call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a step over a short cache is left to torch: the host takes longer to start MALA's kernels than they could save."""
+    if torch.compiler.is_compiling() or is_capturing() or "dense" not in call.may_be:
+        return False
+    is_short = q.shape[1] == 1 and call.sequences.max_seqlen_k < SHORT
+    return is_short and dense_backend(q, k, v, call.settings) is not None
 
 
 def decode_form(

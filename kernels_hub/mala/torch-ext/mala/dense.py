@@ -40,8 +40,8 @@ def uncovered_by_dense(
         "attention sinks": sinks is not None,
         "softcap": settings.softcap > 0,
         "a window": left >= 0 or right > 0,
-        "causal attention of fewer or more queries than keys": right == 0
-        and sequences.max_seqlen_q != sequences.max_seqlen_k,
+        "causal attention of fewer or more queries than keys, but for one": right == 0
+        and sequences.max_seqlen_q not in (1, sequences.max_seqlen_k),
         f"{q.dtype} on a GPU": q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16),
         f"head dims {q.shape[-1]} and {v.shape[-1]}": q.shape[-1] != v.shape[-1] or q.shape[-1] % HEAD_DIM_UNIT > 0,
         "an empty sequence": min(sequences.max_seqlen_q, sequences.max_seqlen_k) == 0,
@@ -61,14 +61,20 @@ def dense_backend(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Option
 
 def _params(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> SDPAParams:
     query, key, value = (x.detach().transpose(1, 2) for x in (q, k, v))
-    return SDPAParams(query, key, value, None, 0.0, settings.window[1] == 0, q.shape[2] != k.shape[2])
+    return SDPAParams(query, key, value, None, 0.0, _is_causal(q, settings), q.shape[2] != k.shape[2])
+
+
+def _is_causal(q: Tensor, settings: Settings) -> bool:
+    """A single query sees all keys, where torch's causal one would see the first alone."""
+    return settings.window[1] == 0 and q.shape[1] > 1
 
 
 def affordable_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> str:
     """``backend``, or what costs less for now: cuDNN plans for each new shape, and one that is seldom seen never pays for it."""
-    if backend != "cudnn" or plans.has_plan(q, k, v, settings.window[1] == 0):
+    is_step = q.shape[1] == 1  # of a cache that grows: no plan is used twice
+    if backend != "cudnn" or (not is_step and plans.has_plan(q, k, v, settings.window[1] == 0)):
         return backend
-    if torch.cuda.get_device_capability(q.device)[0] == HOPPER:
+    if not is_step and torch.cuda.get_device_capability(q.device)[0] == HOPPER:
         return OWN
     params = _params(q, k, v, settings)
     return "flash" if can_use_flash_attention(params) else OWN
@@ -79,7 +85,7 @@ def dense_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, num_heads, head_dim), lse float32 (batch, num_heads, seqlen_q), of inputs as MALA takes them."""
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-    causal, scale = settings.window[1] == 0, settings.softmax_scale
+    causal, scale = _is_causal(q, settings), settings.softmax_scale
     if backend == "cudnn":
         results = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, causal, scale=scale
@@ -100,7 +106,7 @@ def dense_attention_in_graph(q: Tensor, k: Tensor, v: Tensor, settings: Settings
     """The same out where a compiler is to see a function that it knows; torch picks the kernel when the graph runs."""
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(
-        query, key, value, is_causal=settings.window[1] == 0, scale=settings.softmax_scale,
+        query, key, value, is_causal=_is_causal(q, settings), scale=settings.softmax_scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return out.transpose(1, 2).contiguous()
@@ -113,7 +119,7 @@ def dense_tiles(settings: Settings, sequences: Sequences, num_heads: int, device
     last_row = ((torch.arange(q_tiles, device=device) + 1) * block_m).clamp(max=sequences.max_seqlen_q) - 1
     first_key = torch.arange(k_tiles, device=device) * block_n
     visible = torch.ones(q_tiles, k_tiles, dtype=torch.bool, device=device)
-    if settings.window[1] == 0:  # as many queries as keys
-        visible = first_key <= last_row[:, None]
+    if settings.window[1] == 0:
+        visible = first_key <= last_row[:, None] + sequences.max_seqlen_k - sequences.max_seqlen_q
     tiles = torch.where(visible, RETAINED, NOT_VISIBLE).to(torch.int8)
     return tiles.expand(sequences.num_sequences, num_heads, -1, -1).contiguous()

@@ -106,6 +106,12 @@ def mala_attn_func(
 
     Raises:
         ValueError: for inputs the rule does not cover; the message says what was got.
+
+    >>> import torch
+    >>> q, k, v = (torch.randn(1, 300, heads, 64) for heads in (8, 2, 2))
+    >>> out, work = mala_attn_func(q, k, v, causal=True, return_work=True)
+    >>> out.shape, work.work_fraction.shape
+    (torch.Size([1, 300, 8, 64]), torch.Size([1, 8]))
     """
     check_tensors(q, k, v, sinks, ndim=4)
     check_call_flags(causal, save_support, deterministic, return_lse, return_work)
@@ -175,6 +181,12 @@ def mala_attn_varlen_func(
 
     Returns:
         out (total_q, num_heads, v_head_dim); lse and certificate are (num_heads, total_q); the work's maps are per sequence.
+
+    >>> import torch
+    >>> q, k, v = (torch.randn(300, heads, 64) for heads in (8, 2, 2))  # sequences of 100 and 200 tokens
+    >>> boundaries = torch.tensor([0, 100, 300], dtype=torch.int32)
+    >>> mala_attn_varlen_func(q, k, v, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, causal=True).shape
+    torch.Size([300, 8, 64])
     """
     check_tensors(q, k, v, sinks, ndim=3)
     check_call_flags(causal, save_support, deterministic, return_lse, return_work)
