@@ -12,7 +12,14 @@ from inputs import Case, ids
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mala_hf.ops import call_options, decode_choice, discover_choice, discover_probe, mala_attn_func, mala_attn_varlen_func
+from mala_hf.ops import (
+    call_options,
+    decode_choice,
+    discover_choice,
+    discover_probe,
+    mala_attn_func,
+    mala_attn_varlen_func,
+)
 from mala_hf.ops.cudnn_plans import PlanAccounts
 from mala_hf.ops.discover_choice import choose_by_counts
 from mala_hf.ops.query_tile import Settings
