@@ -152,8 +152,10 @@ class CacheMemory:
 class MalaCache(DynamicCache):
     """Transformers' dynamic cache, which also keeps an INT8 plane of the keys of its full-attention layers.
 
-        cache = MalaCache(config=model.config)
-        model.generate(**inputs, past_key_values=cache)
+    >>> cache = MalaCache(config=model.config)
+    >>> _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
+    >>> cache.memory().plane > 0
+    True
 
     A decode with "mala" in two passes then reads the plane, a quarter of keys and values in 16 bit, and exact keys and values only of
     tiles that can matter. Keys, values and plane lie in buffers that grow by a quarter, so a step copies nothing but its own tokens.

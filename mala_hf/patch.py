@@ -35,6 +35,13 @@ def patch_model(model: nn.Module, config: MalaConfig | None = None) -> nn.Module
     Raises:
         ValueError: if the model computes its own attention, so that MALA would never run; for layers or heads that it lacks; for what
             holds no Transformers model, or several.
+
+    >>> _ = patch_model(model, MalaConfig(tau=1.0, layers={0: "sdpa"}))
+    >>> model.config._attn_implementation, model.config.mala
+    ('mala', {'tau': 1.0, 'layers': {'0': 'sdpa'}})
+    >>> _ = unpatch_model(model)
+    >>> model.config._attn_implementation
+    'sdpa'
     """
     config = MalaConfig() if config is None else config
     if not isinstance(config, MalaConfig):

@@ -126,6 +126,11 @@ def record_work(model: torch.nn.Module) -> Iterator[WorkReport]:
 
     The report is this process's; :meth:`WorkReport.gathered` puts those of all processes together. Blocks may be nested, also for
     several models. Recomputation by gradient checkpointing may be counted or not.
+
+    >>> with mala_attention(model), record_work(model) as work:
+    ...     _ = model(**inputs)
+    >>> 0 < work.work_fraction <= 1
+    True
     """
     names = {id(module): name for name, module in model.named_modules()}
     report = WorkReport()

@@ -5,11 +5,13 @@ An independent implementation of RULER's published task definitions (NVIDIA/RULE
 Context Size of Your Long-Context Language Models?", COLM 2024, https://arxiv.org/abs/2404.06654). Templates, parameters, answer
 budgets, the order of the random draws and the metrics are RULER's, so that equal arguments give equal samples.
 
-    from mala_hf import ruler
+    >>> from mala_hf import ruler
+    >>> samples = ruler.generate("niah_single_1", tokenizer=tokenizer, length=4096, num_samples=2)
+    >>> predictions = [" ".join(sample.outputs) for sample in samples]  # a model's answers to sample.prompt, in its place
+    >>> ruler.score("niah_single_1", predictions, [sample.outputs for sample in samples])  # percent
+    100.0
 
-    samples = ruler.generate("niah_single_1", tokenizer=tokenizer, length=4096, num_samples=20)
-    predictions = [answer(sample.prompt, max_new_tokens=ruler.TASKS[sample.task].answer_tokens) for sample in samples]
-    ruler.score("niah_single_1", predictions, [sample.outputs for sample in samples])  # percent
+An answer may have ``ruler.TASKS[sample.task].answer_tokens`` tokens.
 
 Words and sentences come from the extra ``eval``; essays, SQuAD and HotpotQA from files of yours (``Corpora``), or as ``find_sources``
 finds them. ``mala_hf.ruler.evaluation`` has a model answer the samples and keeps its answers: ``mala-hf ruler``.

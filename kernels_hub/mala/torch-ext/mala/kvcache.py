@@ -58,6 +58,13 @@ def mala_attn_with_kvcache_func(
             reads through the table; any other call copies the pages into one piece first.
         key_plane: the INT8 plane of k_cache, (batch, num_kv_heads, cache_len, ...); ``k`` is written into it too. Not for pages.
         Others and returned values as in :func:`mala_attn_func`.
+
+    >>> import torch
+    >>> k_cache, v_cache = torch.randn(2, 2, 512, 2, 64)  # of two sequences, with room for 512 tokens
+    >>> q, k, v = (torch.randn(2, 1, heads, 64) for heads in (8, 2, 2))  # one new token of each
+    >>> filled = torch.tensor([500, 200], dtype=torch.int32)
+    >>> mala_attn_with_kvcache_func(q, k_cache, v_cache, k, v, cache_seqlens=filled, causal=True).shape
+    torch.Size([2, 1, 8, 64])
     """
     if (k is None) != (v is None):
         raise ValueError("k and v are written into the cache together: give both or neither")
