@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed, and what a call of MALA would run here."""
+"""What is installed, from which commit, and what a call of MALA would run here."""
 
 from __future__ import annotations
 
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,16 @@ def versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[package] = None
     return found
+
+
+def checked_out_commit() -> str | None:
+    """The commit of the checkout that this file lies in; ``None`` where it lies in none, or where there is no git."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def device_name(device: torch.device) -> str:

@@ -21,8 +21,8 @@ import torch
 from log_scaled_queries import log_scaled_queries
 from study_data import TRAIN, windows_of
 from torch import Tensor
-from training_runs import RULE, Attention, Curves, Windows, work_of
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from training_runs import RULE, Attention, Curves, Windows, settings_in, training_arguments, work_of
+from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from mala_hf.concentration import LOGGED, ConcentrationCallback
@@ -52,9 +52,8 @@ class Arm:
     @classmethod
     def parse(cls, label: str) -> Arm:
         """Read start, mala or mala:KEY=NUMBER,...; ``ValueError`` for anything else."""
-        name, _, listed = label.partition(":")
         try:
-            settings = json.loads("{" + re.sub(r"(\w+)=", r'"\1":', listed) + "}")
+            name, settings = settings_in(label)
             arm = cls(label, **{key: float(value) for key, value in settings.items()})
         except (TypeError, ValueError) as error:
             raise ValueError(f"{label!r} has other settings than weight, temperature and base: {error}") from error
@@ -188,24 +187,7 @@ def train(model: Any, arm: Arm, parts: Mapping[str, Tensor], plan: Plan, folder:
         gauge.at(0, None)
         return True
     on_gpu = model.device.type == "cuda"
-    arguments = TrainingArguments(
-        output_dir=str(folder / "state"),
-        max_steps=plan.steps,
-        per_device_train_batch_size=plan.batch,
-        learning_rate=plan.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=plan.warmup_steps,
-        seed=plan.seed,
-        bf16=plan.dtype == "bfloat16",
-        use_cpu=not on_gpu,
-        dataloader_pin_memory=on_gpu,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        disable_tqdm=True,
-        save_strategy="no",
-        save_total_limit=1,
-        report_to="none",
-    )
+    arguments = training_arguments(plan, str(folder / "state"), on_gpu, save_total_limit=1)
     callbacks: list[TrainerCallback] = []
     if arm.weight is not None:
         callbacks.append(ConcentrationCallback(arm.weight, temperature=arm.temperature, tile=plan.tile))

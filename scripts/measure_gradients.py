@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mala_hf.checkpoint import sha256_of
-from mala_hf.info import versions
+from mala_hf.info import checked_out_commit, versions
 from mala_hf.ops import mala_attn_func
 
 NAMES = ("dq", "dk", "dv")
@@ -89,9 +88,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    commit = (
-        options.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    )
+    commit = options.commit or checked_out_commit()
     if not options.captured.is_file():
         raise SystemExit(f"no such file: {options.captured}")
     data = load_file(options.captured, device=device)

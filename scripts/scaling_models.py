@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from training_runs import RULE
+from training_runs import RULE, settings_in
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
 from mala_hf import MalaConfig, mala_attention
@@ -82,11 +81,7 @@ class Trained:
     @classmethod
     def parse(cls, label: str) -> Trained:
         """Read NAME or NAME:KEY=VALUE,... with JSON values; ``ValueError`` for anything else."""
-        name, _, listed = label.partition(":")
-        try:
-            settings = json.loads("{" + re.sub(r"(\w+)=", r'"\1":', listed) + "}")
-        except ValueError as error:
-            raise ValueError(f"{label!r}: {listed!r} is not KEY=VALUE,... with JSON values: {error}") from error
+        name, settings = settings_in(label)
         if name == "mala":
             MalaConfig.from_dict(settings)
         elif name == "moba":

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -18,6 +20,26 @@ def on_gpu(device: str | None) -> bool:
     if found and torch.cuda.device_count() > 1:
         raise ValueError("several GPUs are visible and one is used: set CUDA_VISIBLE_DEVICES")
     return found
+
+
+def run_study(
+    options: argparse.Namespace,
+    prepare: Callable[[argparse.Namespace], None],
+    run_one: Callable[[argparse.Namespace, str], None],
+    run_all: Callable[[argparse.Namespace], None],
+) -> None:
+    """What the options ask for: ``--prepare`` the data, ``--only`` one run, or all runs; ``SystemExit`` with one line if it fails."""
+    try:
+        if options.prepare:
+            prepare(options)
+        elif options.state is None or options.output is None:
+            raise ValueError("--state and --output are needed")
+        elif options.only is not None:
+            run_one(options, options.only)
+        else:
+            run_all(options)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
 
 
 def run_side_by_side(
@@ -40,9 +62,3 @@ def run_side_by_side(
                 failed += [label] if process.returncode else []
         time.sleep(0.1)
     return failed
-
-
-def head_commit() -> str:
-    """The commit of this checkout, empty without one."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=sys.path[0], capture_output=True, text=True, check=False)
-    return done.stdout.strip()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from stored_results import as_text
 
 from mala_hf.checkpoint import OFFLINE_MODEL, load_model
-from mala_hf.info import device_name, versions
+from mala_hf.info import checked_out_commit, device_name, versions
 from mala_hf.studies.row_store import RowStore
 from mala_hf.text import read_text
 
@@ -81,16 +80,10 @@ def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def finish(options: argparse.Namespace, store: RowStore, **facts: Any) -> None:
     """Write the result, and remove the rows that gathered beside it."""
-    commit = (
-        options.commit
-        or subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-        ).stdout.strip()
-    )
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     found = {
         "device": device_name(device),
-        "commit": commit,
+        "commit": options.commit or checked_out_commit(),
         "versions": versions(),
         **store.settings,
         **as_json(facts),

@@ -24,13 +24,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from concentrate_runs import Arm, Plan, no_bar, run_arm
-from side_by_side import head_commit, on_gpu, run_side_by_side
+from side_by_side import on_gpu, run_side_by_side, run_study
 from stored_results import as_text
 from study_data import read_data, write_data
 from study_texts import DJANGO_DOCS, SQLALCHEMY_DOCS, read_sources
 
 from mala_hf.checkpoint import OFFLINE_MODEL, load_model, load_tokenizer
-from mala_hf.info import device_name, versions
+from mala_hf.info import checked_out_commit, device_name, versions
 from mala_hf.perplexity import check_positions
 from mala_hf.ruler.evaluation import RulerSettings, prepare_samples
 from mala_hf.text import DEFAULT_TEXT, default_text, read_text
@@ -173,7 +173,7 @@ def run_all(options: argparse.Namespace) -> None:
     failed = run_side_by_side(__file__, sys.argv[1:], [arm.label for arm in arms], jobs, options.budget_seconds)
     results = [options.state / arm.folder / RESULT for arm in arms]
     found = [json.loads(path.read_text("utf-8")) for path in results if path.exists()]
-    write_results(options, plan, about, found, options.commit or head_commit())
+    write_results(options, plan, about, found, options.commit or checked_out_commit())
     for run in found:
         print(line_of(run), flush=True)
     if failed:
@@ -212,19 +212,7 @@ def line_of(run: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    options = build_parser().parse_args()
-    try:
-        if options.prepare:
-            prepare(options)
-            return
-        if options.state is None or options.output is None:
-            raise ValueError("--state and --output are needed")
-        if options.only is not None:
-            run_one(options, options.only)
-        else:
-            run_all(options)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise SystemExit(f"study_concentrate.py: {error}") from error
+    run_study(build_parser().parse_args(), prepare, run_one, run_all)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from concentrate_runs import no_bar
-from side_by_side import head_commit
 from stored_results import as_text
 
 from mala_hf.checkpoint import OFFLINE_MODEL, load_model
 from mala_hf.implementations import Implementation, implementations_of, using_implementation
-from mala_hf.info import device_name, versions
+from mala_hf.info import checked_out_commit, device_name, versions
 from mala_hf.ruler import TASKS
 from mala_hf.ruler.evaluation import RulerSettings, evaluate
 from mala_hf.ruler.summary import summarize
@@ -208,7 +207,7 @@ def run(options: argparse.Namespace) -> list[str]:
     left = [part for part in rulers if not store.has(part=part)]
     left += [task for part, task in tasks if not store.has(part=part, task=task)]
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    facts = {"device": device_name(device), "commit": options.commit or head_commit(), "versions": versions()}
+    facts = {"device": device_name(device), "commit": options.commit or checked_out_commit(), "versions": versions()}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(as_text(facts | settings | {"open": left, "rows": store.rows}), encoding="utf-8")
     print(shown(store.rows, options.implementations))

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scaling_models import SIZES, Size, Trained
 from scaling_runs import Plan, Run, Stage, run_one
-from side_by_side import head_commit, on_gpu, run_side_by_side
+from side_by_side import on_gpu, run_side_by_side, run_study
 from stored_results import as_text
 from study_data import read_data, write_data
 from study_texts import (
@@ -40,7 +40,7 @@ from study_texts import (
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mala_hf.info import device_name, versions
+from mala_hf.info import checked_out_commit, device_name, versions
 from mala_hf.text import DEFAULT_TEXT, default_text, read_text
 
 SOURCES = (DJANGO_DOCS, SQLALCHEMY_DOCS, SQLALCHEMY_CHANGELOGS, DJANGO_CODE, SQLALCHEMY_CODE, DJANGO_TESTS)
@@ -202,7 +202,7 @@ def run_all(options: argparse.Namespace) -> None:
     result = {
         "command": "scripts/study_scaling.py",
         "device": device_name(device),
-        "commit": options.commit or head_commit(),
+        "commit": options.commit or checked_out_commit(),
         "versions": versions(),
         "data": about,
         "plan": asdict(plan),
@@ -233,19 +233,7 @@ def line_of(run: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = build_parser().parse_args(arguments)
-    try:
-        if options.prepare:
-            prepare(options)
-            return
-        if options.state is None or options.output is None:
-            raise ValueError("--state and --output are needed")
-        if options.only is not None:
-            run_here(options, options.only)
-        else:
-            run_all(options)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise SystemExit(f"study_scaling.py: {error}") from error
+    run_study(build_parser().parse_args(arguments), prepare, run_here, run_all)
 
 
 if __name__ == "__main__":

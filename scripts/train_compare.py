@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from training_runs import Attention, Settings, compare, text_windows
 
 from mala_hf.checkpoint import OFFLINE_MODEL, load_model
-from mala_hf.info import device_name, versions
+from mala_hf.info import checked_out_commit, device_name, versions
 from mala_hf.perplexity import check_positions
 from mala_hf.text import read_text
 
@@ -70,10 +69,9 @@ def run(options: argparse.Namespace) -> None:
     model, tokenizer = load_model(options.model, device=device, dtype=torch.float32)
     check_positions(model, settings.seqlen)
     train, held_out = text_windows(tokenizer, text, settings.seqlen, options.held_out)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=sys.path[0], capture_output=True, text=True).stdout.strip()
     result = {
         "device": device_name(model.device),
-        "commit": options.commit or head,
+        "commit": options.commit or checked_out_commit(),
         "versions": versions(),
         "model": Path(options.model).name if options.model else OFFLINE_MODEL,
         "data": {

@@ -32,6 +32,15 @@ RULE = {"discovery": "fused"}  # what is compared is the rule, not the dense ker
 FIRST_STEPS = 3  # left out of the step time: kernels are compiled, memory is touched
 
 
+def settings_in(label: str) -> tuple[str, dict[str, Any]]:
+    """The name and the settings of NAME or NAME:KEY=VALUE,... with JSON values; ``ValueError`` for anything else."""
+    name, _, listed = label.partition(":")
+    try:
+        return name, json.loads("{" + re.sub(r"(\w+)=", r'"\1":', listed) + "}")
+    except ValueError as error:
+        raise ValueError(f"{label!r}: {listed!r} is not KEY=VALUE,... with JSON values: {error}") from error
+
+
 @dataclass(frozen=True)
 class Attention:
     """One attention to train with; ``settings`` are fields of MalaConfig, and only "mala" has any."""
@@ -43,13 +52,9 @@ class Attention:
     @classmethod
     def parse(cls, label: str) -> Attention:
         """Read NAME or mala:KEY=VALUE,... with JSON values; ``ValueError`` for anything else."""
-        name, _, listed = label.partition(":")
-        if name not in ("sdpa", "eager", "mala") or (listed and name != "mala"):
+        name, settings = settings_in(label)
+        if name not in ("sdpa", "eager", "mala") or (settings and name != "mala"):
             raise ValueError(f"an attention is sdpa, eager, mala or mala:KEY=VALUE,..., got {label!r}")
-        try:
-            settings = json.loads("{" + re.sub(r"(\w+)=", r'"\1":', listed) + "}")
-        except ValueError as error:
-            raise ValueError(f"{label!r}: {listed!r} is not KEY=VALUE,... with JSON values: {error}") from error
         MalaConfig.from_dict(settings)
         return cls(label, name, settings)
 
@@ -138,6 +143,28 @@ def text_windows(tokenizer: Any, text: str, seqlen: int, held_out: int) -> tuple
     return windows[:-held_out], windows[-held_out:]
 
 
+def training_arguments(settings: Any, folder: str, on_gpu: bool, **more: Any) -> TrainingArguments:
+    """Trainer's arguments; ``settings`` has steps, batch, learning_rate, warmup_steps, seed and dtype, as :class:`Settings`."""
+    return TrainingArguments(
+        output_dir=folder,
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=settings.warmup_steps,
+        seed=settings.seed,
+        bf16=settings.dtype == "bfloat16",
+        use_cpu=not on_gpu,
+        dataloader_pin_memory=on_gpu,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        disable_tqdm=True,
+        save_strategy="no",
+        report_to="none",
+        **more,
+    )
+
+
 def fine_tune(model: Any, windows: Tensor, attention: Attention, settings: Settings) -> dict[str, Any]:
     """Train ``model`` in place with the attention; return loss and gradient norm of every step, time and memory.
 
@@ -149,23 +176,7 @@ def fine_tune(model: Any, windows: Tensor, attention: Attention, settings: Setti
         gc.collect()  # the optimizer of the run before lives in reference cycles
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder, attention.of(model):
-        arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=settings.steps,
-            per_device_train_batch_size=settings.batch,
-            learning_rate=settings.learning_rate,
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=settings.warmup_steps,
-            seed=settings.seed,
-            bf16=settings.dtype == "bfloat16",
-            use_cpu=not on_gpu,
-            dataloader_pin_memory=on_gpu,
-            logging_steps=1,
-            logging_nan_inf_filter=False,
-            disable_tqdm=True,
-            save_strategy="no",
-            report_to="none",
-        )
+        arguments = training_arguments(settings, folder, on_gpu)
         trainer = Trainer(model, arguments, train_dataset=Windows(windows, settings.seed), callbacks=[curves])
         trainer.remove_callback(PrinterCallback)
         start = time.perf_counter()

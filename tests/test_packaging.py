@@ -44,6 +44,12 @@ def run(*command, cwd=None, **environment) -> str:
     return done.stdout
 
 
+def install(python: Path, *what: str, cwd: Path, **environment: str) -> None:
+    """Install into the environment of ``python`` with this one's pip, from no index."""
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
+    run(*pip, *what, cwd=cwd, **environment)
+
+
 def copy_working_tree(folder: Path) -> Path:
     """Copy the files that git tracks or would add, links kept as links."""
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
@@ -118,18 +124,7 @@ def test_the_sdist_holds_the_repository_s_kernels_as_files_byte_for_byte(artifac
 
 def test_the_wheel_installs_into_an_empty_environment_and_runs_on_the_cpu(artifacts, empty_environment, tmp_path):
     python, lent = empty_environment
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--no-deps",
-        "--no-index",
-        str(artifacts[0]),
-    ]
-    run(*command, cwd=tmp_path)
+    install(python, str(artifacts[0]), cwd=tmp_path)
     version, file = run(str(python), "-c", FORWARD, cwd=tmp_path, PYTHONPATH=str(lent)).split()
     assert version == PROJECT["version"]
     assert Path(file).is_relative_to(tmp_path / "env")
@@ -139,18 +134,7 @@ def test_the_wheel_installs_into_an_empty_environment_and_runs_on_the_cpu(artifa
 
 def test_an_editable_install_follows_the_link(checkout, empty_environment, tmp_path):
     python, lent = empty_environment
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-    ]
-    run(*command, "--editable", str(checkout), cwd=tmp_path, PYTHONPATH=str(lent))
+    install(python, "--no-build-isolation", "--editable", str(checkout), cwd=tmp_path, PYTHONPATH=str(lent))
     version, file = run(str(python), "-c", FORWARD, cwd=tmp_path, PYTHONPATH=str(lent)).split()
     assert version == PROJECT["version"]
     assert Path(file).is_relative_to(checkout)

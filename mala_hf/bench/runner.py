@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..info import device_name, versions
+from ..info import checked_out_commit, device_name, versions
 
 Row = dict[str, Any]
 
@@ -32,16 +31,6 @@ def bench_device(name: str | None) -> torch.device:
 def new_result(device: torch.device, commit: str | None) -> dict[str, Any]:
     """What every file of results begins with: device, commit (default: that of the checkout, if it is one), versions."""
     return {"gpu": device_name(device), "commit": commit or checked_out_commit(), "versions": versions()}
-
-
-def checked_out_commit() -> str | None:
-    """The commit of the checkout that this file lies in; ``None`` where it lies in none, or where there is no git."""
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def run_rows(
