@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from project import ROOT
+from inputs import CAPTURED
 
 from mala_hf.bench import decode
 from mala_hf.bench.decode import measure_decode, retained_keys
@@ -15,7 +15,6 @@ from mala_hf.cli import main
 from mala_hf.ops import mala_attn_func
 
 CPU = torch.device("cpu")
-CAPTURED = ROOT / "tests" / "data" / "smollm2_layer19_kv1.safetensors"
 FLOAT32 = {"dtype": torch.float32, "device": "cpu"}
 BANDWIDTH = {"copy_gb_s": 10.0, "read_gb_s": 10.0}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from decode_calls import Calls, record_calls
-from models import DECODERS, NOISE, SMALL_TILE, attention, padding, tiny, tokens
+from models import CACHE, DECODERS, NOISE, SMALL_TILE, attention, padding, tiny, tokens
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
@@ -22,8 +22,6 @@ from mala_hf.ops.hf_mask import lengths_mask
 pytestmark = pytest.mark.transformers
 
 PROMPT, NEW = 20, 8
-# Transformers 5.24 renamed the argument
-CACHE = "cache" if "cache" in inspect.signature(hf.LlamaForCausalLM.forward).parameters else "past_key_values"
 MASKS = {"plain": None, "left": padding(PROMPT, (0, PROMPT), (7, PROMPT))}
 SETTINGS = {
     "tau": {"tau": 0.5},

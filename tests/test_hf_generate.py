@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 import transformers as hf
-from models import DECODERS, NOISE, SMALL_TILE, attention, bart, clone, padding, tiny, tokens
+from models import CACHE, DECODERS, NOISE, SMALL_TILE, attention, bart, clone, padding, tiny, tokens
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.transformers
 
 PROMPT, NEW = 20, 8
-# Transformers 5.24 renamed the argument
-CACHE = "cache" if "cache" in inspect.signature(hf.LlamaForCausalLM.forward).parameters else "past_key_values"
 BLOCKS = {
     "plain": ((0, PROMPT), (0, PROMPT)),
     "left": ((0, PROMPT), (7, PROMPT)),

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 
 import pytest
 import torch
 import transformers as hf
 from decode_calls import Calls, record_calls
-from models import NOISE, SMALL_TILE, attention, padding, tiny, tokens
+from models import CACHE, NOISE, SMALL_TILE, attention, padding, tiny, tokens
 from torch.testing import assert_close
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -24,8 +23,6 @@ pytestmark = pytest.mark.transformers
 
 PROMPT, NEW = 20, 8
 FORM = "int8_two_pass"
-# Transformers 5.24 renamed the argument
-CACHE = "cache" if "cache" in inspect.signature(hf.LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 @pytest.fixture
