@@ -24,7 +24,7 @@ from mala_hf import record_work
 from mala_hf.flops import AttentionFlops, ModelShape
 from mala_hf.perplexity import perplexity
 
-STATE, MODEL = "state.pt", "model"
+STATE = "state.pt"
 BASE_HIDDEN = 256  # the width whose rate is the plan's
 FINAL_RATE = 0.1  # of the peak
 

@@ -246,11 +246,8 @@ def forward_sequences(
     if sinks is not None:
         lse[:] = sinks.to(compute)[:, None]
     certificate = torch.zeros_like(lse)
-    q_tiles, k_tiles = (
-        math.ceil(sequences.max_seqlen_q / settings.tile[0]),
-        math.ceil(sequences.max_seqlen_k / settings.tile[1]),
-    )
-    tiles = torch.zeros(sequences.num_sequences, num_heads, q_tiles, k_tiles, dtype=torch.int8, device=q.device)
+    grid = sequences.tile_grid(settings.tile)
+    tiles = torch.zeros(sequences.num_sequences, num_heads, *grid, dtype=torch.int8, device=q.device)
     for sequence, b, head, kv_head, rows, keys, legal in _heads(q, k, settings, sequences, mask):
         head_q, head_k, head_v = (
             x[b, part, h].to(compute) for x, part, h in ((q, rows, head), (k, keys, kv_head), (v, keys, kv_head))
@@ -268,11 +265,8 @@ def backward_sequences(q, k, v, out, lse, do, settings, sequences, sinks, mask):
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     dq, dk, dv = (torch.zeros_like(x, dtype=compute) for x in (q, k, v))
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=compute)
-    q_tiles, k_tiles = (
-        math.ceil(sequences.max_seqlen_q / settings.tile[0]),
-        math.ceil(sequences.max_seqlen_k / settings.tile[1]),
-    )
-    tiles = torch.zeros(sequences.num_sequences, q.shape[2], q_tiles, k_tiles, dtype=torch.int8, device=q.device)
+    grid = sequences.tile_grid(settings.tile)
+    tiles = torch.zeros(sequences.num_sequences, q.shape[2], *grid, dtype=torch.int8, device=q.device)
     for sequence, b, head, kv_head, rows, keys, legal in _heads(q, k, settings, sequences, mask):
         head_q, head_k, head_v = (
             x[b, part, h].to(compute) for x, part, h in ((q, rows, head), (k, keys, kv_head), (v, keys, kv_head))
