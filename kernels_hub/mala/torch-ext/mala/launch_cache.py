@@ -45,7 +45,9 @@ class CachedKernel:
 
 def key_of(*tensors: Tensor | None) -> tuple:
     """Of each tensor what compilation depends on: type, device, whether it begins at a multiple of 16 bytes, strides beyond 32 bits."""
-    return tuple([None if x is None else (x.dtype, x.device.index, x.data_ptr() % 16, _wide_strides(x)) for x in tensors])
+    return tuple(
+        [None if x is None else (x.dtype, x.device.index, x.data_ptr() % 16, _wide_strides(x)) for x in tensors]
+    )
 
 
 def _wide_strides(x: Tensor) -> tuple[int, ...] | None:
