@@ -33,9 +33,10 @@ class MalaConfig:
             are the same. None: where the bits take at most 1/8 of the output's memory.
         deterministic: demand gradients that repeat bit for bit. All implementations give them anyway, but for torch's dense kernels,
             to which ``discovery="auto"`` then hands nothing over.
-        discovery: how the tiles to retain are found, as in :func:`mala_hf.ops.mala_attn_func`; decoding steps have one way. "auto" runs
-            whatever is fastest and satisfies the rule, on a GPU also torch's dense attention (short or flat layers), and
-            :func:`mala_hf.record_work` says what it was; "fused" always tests every tile; "int8" and "dense" are done or refused.
+        discovery: how the tiles to retain are found, as in :func:`mala_hf.ops.mala_attn_func`. "auto" runs whatever is fastest and
+            satisfies the rule, on a GPU also dense attention (short or flat layers, steps over a short cache), and
+            :func:`mala_hf.record_work` says what it was; "fused" always tests every tile; "int8" and "dense" are done or refused in
+            whole sequences, and steps then test every tile, which they do in one way.
         kernel: "org/name" or "org/name@revision" of a Hub kernel to run on, in place of the kernels in this package;
             see :func:`mala_hf.load_kernel`.
 

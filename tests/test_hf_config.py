@@ -10,11 +10,11 @@ import sys
 import pytest
 import torch
 import transformers as hf
-from models import SMALL_TILE, attention, logits, tiny, tokens
+from models import CACHE, SMALL_TILE, attention, logits, tiny, tokens
 
 import mala_hf
 from mala_hf import MalaConfig
-from mala_hf.ops import operators
+from mala_hf.ops import call_options, operators
 
 pytestmark = pytest.mark.transformers
 
@@ -190,6 +190,17 @@ def test_discovery_reaches_the_kernels_of_a_prefill_and_leaves_decoding_alone(mo
     assert report.to_dict()["layers"][0]["choices"][0] == {"way": "dense", "reason": "asked for; cpu", "calls": 1}
     with attention(model, "eager"):
         assert model.generate(ids, max_new_tokens=3, do_sample=False).tolist() == found.tolist()
+
+
+@pytest.mark.parametrize("discovery", ["fused", "dense", "auto"])
+def test_steps_leave_no_tile_untested_unless_auto_may_choose(discovery, monkeypatch):
+    monkeypatch.setattr(call_options, "hands_over", lambda q: True)  # as on a GPU, where a step over a short cache may be dense
+    model, ids = mala_hf.patch_model(tiny("llama"), MalaConfig(discovery=discovery)), tokens(1, 40)
+    cache = model(ids[:, :-1], use_cache=True).past_key_values
+    with mala_hf.record_work(model) as work:
+        model(ids[:, -1:], **{CACHE: cache})
+    ways = {way for layer in work.layers.values() for way, _ in layer.choices}
+    assert ways == ({"dense"} if discovery == "auto" else {"fused"})
 
 
 def test_a_discovery_that_does_not_cover_a_layer_is_refused():

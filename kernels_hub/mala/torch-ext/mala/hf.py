@@ -141,10 +141,9 @@ def _of_group(
         save_support=settings.save_support,
         deterministic=settings.deterministic,
     )
-    if settings.discovery != "auto" and not (
-        q.shape[1] <= MAX_TOKENS and q.shape[1] < k.shape[1]
-    ):  # a decode has one way
-        options["discovery"] = settings.discovery
+    if settings.discovery != "auto":
+        is_decode = q.shape[1] <= MAX_TOKENS and q.shape[1] < k.shape[1]
+        options["discovery"] = "fused" if is_decode else settings.discovery  # a decode tests its tiles in one way
     result = _mala(q, k, v, visible, options)
     return result if options["return_work"] else (result, None)
 
