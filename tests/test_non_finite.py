@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from inputs import Case
 from torch import Tensor
 
-from mala_hf.ops import mala_attn_func
+from mala_hf.ops import mala_attn_func, mala_attn_varlen_func
 
 INF = math.inf
 IMPLS = ["reference", "blockwise", "triton"]
@@ -188,3 +188,16 @@ def test_a_nan_value_shows_where_its_tile_is_retained_and_spares_tiles_that_do_n
     if impl == "triton":
         skipped = ~retained.T
         assert torch.equal(found[0, :, :2][skipped], clean[0, :, :2][skipped])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_gradient_that_is_nan_on_rows_of_a_sequence_without_keys_reaches_no_sink(impl, device):
+    q, k, v = (torch.randn(n, 2, 16, device=device, requires_grad=True) for n in (40, 20, 20))
+    sinks = torch.tensor([0.5, -1.0], device=device, requires_grad=True)
+    boundaries = {"cu_seqlens_q": [0, 20, 40], "cu_seqlens_k": [0, 0, 20]}
+    options = {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in boundaries.items()}
+    out = mala_attn_varlen_func(q, k, v, sinks=sinks, tile=(16, 16), impl=impl, **options)
+    do = torch.ones_like(out)
+    do[:20] = NAN
+    for x in torch.autograd.grad(out, (q, k, v, sinks), do):
+        assert x.isfinite().all()

@@ -31,10 +31,10 @@ def backward_delta_kernel(
     """
     sequence = tl.program_id(0) // num_blocks
     head = tl.program_id(1)
-    q_begin, q_end, _, _ = sequence_bounds(bounds_ptr, sequence, q_begin, q_end, 0, 0, HAS_BOUNDS)
+    q_begin, q_end, k_begin, k_end = sequence_bounds(bounds_ptr, sequence, q_begin, q_end, 0, 1, HAS_BOUNDS)
     offs_dv = tl.arange(0, BLOCK_DV)
     rows = (q_begin + tl.program_id(0) % num_blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    row_exists = rows < q_end
+    row_exists = (rows < q_end) & (k_begin < k_end)  # the gradient of rows without keys may be anything
     batch64 = tl.cast(0 if IS_PACKED else sequence, tl.int64)
     head64 = head.to(tl.int64)
     mask = row_exists[:, None] & (offs_dv < V_HEAD_DIM)[None, :]
