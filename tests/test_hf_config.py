@@ -194,7 +194,8 @@ def test_discovery_reaches_the_kernels_of_a_prefill_and_leaves_decoding_alone(mo
 
 @pytest.mark.parametrize("discovery", ["fused", "dense", "auto"])
 def test_steps_leave_no_tile_untested_unless_auto_may_choose(discovery, monkeypatch):
-    monkeypatch.setattr(call_options, "hands_over", lambda q: True)  # as on a GPU, where a step over a short cache may be dense
+    # as on a GPU, where a step over a short cache may be dense
+    monkeypatch.setattr(call_options, "hands_over", lambda q: True)
     model, ids = mala_hf.patch_model(tiny("llama"), MalaConfig(discovery=discovery)), tokens(1, 40)
     cache = model(ids[:, :-1], use_cache=True).past_key_values
     with mala_hf.record_work(model) as work:
