@@ -88,8 +88,7 @@ def mala_attn_func(
             ``num_splits`` parts of the keys against its own normalizer. In both, the query heads of a KV head share their tiles,
             and ``tile`` counts the tokens of one. Not for masks, packed sequences or gradients. "int8_two_pass": two passes of which
             the first reads ``key_plane`` instead of k. "auto": two passes where they cover the call, from the plane if there is one
-            and tau > 0; one new token over less than
-            2,048 keys may be dense, as ``discovery`` says.
+            and tau > 0; one new token over less than 2,048 keys may be dense, as ``discovery`` says.
         num_splits: parts of the keys in a decode; 0: as many as fill the GPU.
         key_plane: k in INT8 with a certified bound of what that loses, (batch, num_kv_heads, seqlen_k, ...), as :func:`quantize_keys`
             wrote it: then exact k and v are read only in tiles that can matter. A call that is no decode in two passes leaves it
