@@ -8,10 +8,14 @@ import math
 import hypothesis
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import strategies as st
 from inputs import FAMILIES, Shape
 
 from mala_hf.ops import KeyPlane, mala_attn_func, mala_attn_with_kvcache_func, quantize_keys
+from mala_hf.ops.decode_plane_rows import digit_lines
+from mala_hf.ops.key_plane import DIGIT_BASE, LARGEST_UNITS, row_units, score_bounds
 
 INF, NAN = math.inf, math.nan
 IMPLS = ["blockwise", "triton"]
@@ -195,3 +199,85 @@ def test_a_compiler_sees_the_plane_written():
     assert torch.equal(got, expected)
     for x, y in zip(*(plane.tensors for plane in planes), strict=True):
         assert torch.equal(x, y)
+
+
+rows = st.floats(-1e4, 1e4, width=32)
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(
+    q=st.lists(rows, min_size=8, max_size=8),
+    k=st.lists(numbers, min_size=8, max_size=8),
+    size=st.sampled_from([1.0, 1e-44, 1e-38, 1e-30, 1e-6, 1e10]),
+)
+def test_no_score_is_farther_from_what_the_plane_gives_than_its_bounds_say(q, k, size):
+    """By brute force in float64, rows from denormal to huge; and of rows of a usual size hardly farther than |q| residual."""
+    q, k = size * torch.tensor([q], dtype=torch.float32), torch.tensor([k], dtype=torch.float32)
+    plane = tuple(x[0, 0] for x in quantize_keys(k[None, :, None], impl="blockwise").tensors)
+    lower, upper = score_bounds(q, plane, 0.7, 0.0)
+    score = 0.7 * q.double() @ k.double().T
+    assert (lower <= score).all()
+    assert (score <= upper).all()
+    if q.abs().max() > 1e-20:
+        smallest = (
+            0.7 * q.double().norm() * (plane[2].double() + 8**0.5 * plane[0].abs().amax() * plane[1].double() / 127)
+        )
+        assert (upper - lower <= 2.02 * smallest).all()
+
+
+@pytest.mark.parametrize("size", [NAN, INF, 1e16])
+def test_a_row_beyond_what_is_covered_bounds_nothing_and_the_others_do(size):
+    q, k = torch.randn(3, 16), torch.randn(5, 16)
+    q[1, 4] = size
+    plane = tuple(x[0, 0] for x in quantize_keys(k[None, :, None], impl="blockwise").tensors)
+    lower, upper = score_bounds(q, plane, 0.25, 5.0)
+    assert (lower[1] == -INF).all()
+    assert (upper[1] == INF).all()
+    assert (upper[::2] - lower[::2]).isfinite().all()
+
+
+def test_the_digits_of_every_whole_number_are_those_of_int8():
+    whole = torch.arange(-LARGEST_UNITS, LARGEST_UNITS + 1)
+    high = (whole / DIGIT_BASE + 0.5).floor()
+    assert high.abs().max() <= 127
+    assert (whole - DIGIT_BASE * high).abs().max() <= 127
+
+
+@triton.jit
+def _store_lines(q_ptr, digits_ptr, numbers_ptr, to_log2, seqlen_q, stride_qs, stride_qh, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                 TOKENS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
+    digits, scale, norm = digit_lines(q_ptr, 0, 0, 0, 0, seqlen_q, 0, stride_qs, stride_qh, to_log2, HEAD_DIM, BLOCK_D, TOKENS, GROUP,
+                                      BLOCK_R, SIDE)  # fmt: skip
+    line, column = tl.arange(0, 2 * SIDE * BLOCK_R), tl.arange(0, SIDE * BLOCK_D)
+    tl.store(digits_ptr + line[:, None] * (SIDE * BLOCK_D) + column[None, :], digits)
+    row = tl.arange(0, SIDE * BLOCK_R)
+    tl.store(numbers_ptr + row, scale)
+    tl.store(numbers_ptr + SIDE * BLOCK_R + row, norm)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "group", "block_r", "side"), [(1, 2, 2, 4), (2, 3, 8, 1), (1, 1, 4, 2), (5, 3, 16, 1), (3, 1, 4, 4)]
+)
+def test_the_lines_of_a_product_are_the_digits_of_each_row_beside_each_of_its_keys(
+    tokens, group, block_r, side, device
+):
+    q = torch.randn(tokens, group, 40, generator=torch.Generator().manual_seed(0))
+    q[0, 0] = 0.0
+    q[-1, -1, 3] = 60.0
+    digits = torch.empty(2 * side * block_r, side * 64, dtype=torch.int8, device=device)
+    numbers = torch.empty(2, side, block_r, device=device)
+    _store_lines[(1,)](q.to(device), digits, numbers, 0.3, tokens, 40 * group, 40, 40, 64, tokens, group, block_r, side)
+    exact = torch.nn.functional.pad(
+        q.reshape(-1, 40), (0, 24, 0, block_r - tokens * group)
+    )  # (block_r, 64), token by token
+    units, to_score, norm = row_units(exact, 0.3)
+    pairs = digits.cpu().int().unflatten(0, (-1, 2, 8)).transpose(0, 1).reshape(2, side, block_r, side, 64)
+    found = DIGIT_BASE * pairs[0] + pairs[1]  # (side, block_r, side, 64)
+    for key in range(side):
+        assert (found[key, :, key] - units).abs().max() <= numbers.is_cuda  # a division is another there
+        assert not found[key, :, [other for other in range(side) if other != key]].any()
+    torch.testing.assert_close(
+        numbers.cpu(), torch.stack([to_score, norm])[:, None].expand(-1, side, -1), rtol=1e-6, atol=0
+    )
+    unit = exact.double().abs().amax(1) / LARGEST_UNITS
+    assert ((exact - unit[:, None] * found[0, :, 0]).abs() <= 0.52 * unit[:, None]).all()

@@ -26,7 +26,7 @@ from .decode_two_pass import attend_retained_kernel, score_tiles_kernel
 from .key_plane import KeyPlane
 from .launch_cache import CachedKernel, key_of
 from .query_tile import Settings
-from .tile_config import DecodeLaunch, decode_launch, padded_head_dim
+from .tile_config import DecodeLaunch, PlaneLaunch, decode_launch, padded_head_dim, plane_launch
 from .tile_steps import LOG2_E
 from .tma import nvidia_major
 from .visibility import Sequences
@@ -58,6 +58,7 @@ def launch_decode(
     keep_p: Optional[bool] = None,
     launch: Optional[DecodeLaunch] = None,
     key_plane: Optional[KeyPlane] = None,
+    first_launch: Optional[PlaneLaunch] = None,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     """out (batch, seqlen_q, num_heads, v_head_dim), lse, and with ``return_work`` tiles and certificate, as ``launch_forward``.
 
@@ -65,7 +66,7 @@ def launch_decode(
         q, k, v: (batch, seqlen, heads, dim); with ``block_table`` int32 (batch, pages) k and v are (pages, page_size, kv_heads, dim).
         form: "two_pass", "split", or with a ``key_plane`` "int8_two_pass".
         num_splits: parts of the keys; 0: as many as fill the GPU.
-        keep_p, launch: override what is shipped, for measurements and tests.
+        keep_p, launch, first_launch (with a ``key_plane``): override what is shipped, for measurements and tests.
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[-2:]
@@ -92,10 +93,13 @@ def launch_decode(
         lse[:] = -math.inf if sinks is None else sinks.float()[:, None]
     if not groups or not out.numel():
         return out, lse, _by_head(tiles, sequences, num_kv_heads, num_q_tiles, group), certificate
+    major = nvidia_major(q.device)
+    first_launch = plane_launch(head_dim, major) if first_launch is None else first_launch
     if num_splits == 0:
-        programs = launch.programs_per_sm * multiprocessors(q.device)
+        split_by = launch if key_plane is None else first_launch
+        programs = split_by.programs_per_sm * multiprocessors(q.device)
         # rounded down: a few programs beyond what runs at once would take as long as all the others
-        num_splits = max(1, min(programs // groups, math.ceil(num_k_tiles / launch.min_tiles)))
+        num_splits = max(1, min(programs // groups, math.ceil(num_k_tiles / split_by.min_tiles)))
     num_splits = min(num_splits, max(num_k_tiles, 1))
     keep_p = seqlen_q * group <= MAX_ROWS_TO_KEEP if keep_p is None else keep_p
 
@@ -106,7 +110,7 @@ def launch_decode(
     acc, state = empty(groups, num_splits, rows, v_head_dim), empty(groups, num_splits, rows, 3)
     q_begin, q_end, k_begin, k_end = sequences.common
     left, right = settings.window
-    chain = chain_options(nvidia_major(q.device))
+    chain = chain_options(major)
     key = key_of(q, k, v, sinks, sequences.bounds, block_table, *(() if key_plane is None else key_plane.tensors))
     place = {
         "bounds_ptr": sequences.bounds,
@@ -145,7 +149,6 @@ def launch_decode(
         "BLOCK_D": padded_head_dim(head_dim),
         "STRIDE_UNIT": unit,
         "HAS_SOFTCAP": settings.softcap > 0,
-        "DOT_PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "RETURN_WORK": return_work,
         "num_stages": launch.num_stages,
     }
@@ -155,6 +158,7 @@ def launch_decode(
         "tables_ptr": block_table,
         **_strides("k", k, unit),
         "stride_tables": 0 if block_table is None else block_table.stride(0),
+        "DOT_PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "PAGE": 0 if block_table is None else k.shape[1],
     }
     attended = {
@@ -187,7 +191,9 @@ def launch_decode(
                     "lower_ptr": empty(groups, num_k_tiles, rows),
                     "split_top_ptr": empty(groups, num_splits, rows),
                 }
-                SCORE_PLANE.launch(grid, key, {**asked, **first_pass, **bounds, **plane_arguments(key_plane), **chain})
+                registers = {"maxnreg": first_launch.max_registers} if major else {}
+                of_plane = plane_arguments(key_plane, next_power_of_2(rows), block_n, first_launch)
+                SCORE_PLANE.launch(grid, key, {**asked, **first_pass, **bounds, **of_plane, **registers, **chain})
                 # keys and values of a tile at once: more stages would leave room for fewer programs
                 scored["num_stages"] = min(launch.num_stages, STAGES_OF_TWO)
             scan_r = next_power_of_2(rows)

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from .blockwise import BACKWARD_SLACK, FORWARD_SLACK, limit_of, retained_tiles
-from .key_plane import NORM_ROUNDING, KeyPlane
+from .key_plane import KeyPlane, score_bounds
 from .query_tile import NEG_INF, Settings, finite, log_threshold
 from .visibility import Sequences, visible_range
 from .work import RETAINED, SKIPPED
 
-# natural logs: of sums of a row, which the bounds' guarantee counts on; and of tanh, relative to the softcap
-BOUND_SLACK, SOFTCAP_ROUNDING = 2**10, 2.0**-20
+BOUND_SLACK = 2**10  # as the others, in units of the last place: of a row's sums, which a guarantee stands on
 
 
 def forward(
@@ -63,7 +62,8 @@ def forward(
             if plane is None:
                 lower = upper = _scores(packed, k_heads, settings).masked_fill(~legal, NEG_INF)
             else:
-                lower, upper = (x.masked_fill(~legal, NEG_INF) for x in _score_bounds(packed, plane, settings))
+                bounds = score_bounds(packed, plane, settings.softmax_scale, settings.softcap)
+                lower, upper = (x.masked_fill(~legal, NEG_INF) for x in bounds)
             if form == "split":
                 retained, visible = _split(lower, threshold, num_splits, settings.tile[1])
             else:
@@ -111,20 +111,6 @@ def _scores(packed: Tensor, k: Tensor, settings: Settings) -> Tensor:
     """(B, K, R, N)."""
     scores = (packed * settings.softmax_scale) @ k.mT
     return settings.softcap * torch.tanh(scores / settings.softcap) if settings.softcap else scores
-
-
-def _score_bounds(packed: Tensor, plane: tuple[Tensor, ...], settings: Settings) -> tuple[Tensor, Tensor]:
-    """Lower and upper bounds of the scores (B, K, R, N)."""
-    quantized, scales, residuals = (x.to(packed.dtype) for x in plane)
-    scores = packed @ quantized.mT * (scales * settings.softmax_scale)[:, :, None]
-    norm = torch.linalg.vector_norm(packed, dim=-1, keepdim=True) * (1 + NORM_ROUNDING)
-    error = norm * settings.softmax_scale * residuals[:, :, None]
-    lower, upper = scores - error, scores + error
-    bounded = upper - lower < math.inf  # a NaN is not
-    if settings.softcap:
-        lower = settings.softcap * (torch.tanh(lower / settings.softcap) - SOFTCAP_ROUNDING)
-        upper = settings.softcap * (torch.tanh(upper / settings.softcap) + SOFTCAP_ROUNDING)
-    return lower.where(bounded, NEG_INF), upper.where(bounded, math.inf)
 
 
 def _by_key(tiles: Tensor, block_n: int, seqlen_k: int) -> Tensor:

@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .key_plane import LARGEST, LOST_SQUARES, MORE_TERMS, NORM_ROUNDING, PRODUCT_ROUNDING, SMALLEST_KEY, KeyPlane
+from .key_plane import (
+    LARGEST,
+    LARGEST_COVERED,
+    LOST_SQUARES,
+    MORE_TERMS,
+    NORM_ROUNDING,
+    PRODUCT_ROUNDING,
+    SMALLEST_KEY,
+    KeyPlane,
+)
 from .tile_config import padded_head_dim
 
 RUNTIME_VALUES = [
@@ -20,7 +29,7 @@ RUNTIME_VALUES = [
 ]  # fmt: skip
 FEW, MANY = 16, 32  # keys of a program
 LARGEST_INT8 = tl.constexpr(LARGEST)
-SMALLEST = tl.constexpr(SMALLEST_KEY)
+SMALLEST, COVERED = tl.constexpr(SMALLEST_KEY), tl.constexpr(LARGEST_COVERED)
 TERM, MORE = tl.constexpr(PRODUCT_ROUNDING), tl.constexpr(MORE_TERMS)
 NORM, SQUARES = tl.constexpr(NORM_ROUNDING), tl.constexpr(LOST_SQUARES)
 
@@ -46,7 +55,7 @@ def write_plane_kernel(
     )
     k = tl.load(k_ptr + rows[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     # a maximum passes over a NaN
-    covered = tl.max((~(tl.abs(k) < float("inf"))).to(tl.int32), 1) == 0
+    covered = tl.max((~(tl.abs(k) <= COVERED)).to(tl.int32), 1) == 0
     k = tl.where(covered[:, None], k, 0.0)
     largest = tl.max(tl.abs(k), 1)
     scale = largest * (1 / LARGEST_INT8)

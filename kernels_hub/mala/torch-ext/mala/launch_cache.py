@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 INT32_END = 2**31
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
 class CachedKernel:

@@ -24,7 +24,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .key_plane import KeyPlane
+from .key_plane import KeyPlane, score_bounds
 from .reference import NOT_VISIBLE, RETAINED, SKIPPED, HeadResult, forward_head, legal_pairs, log_threshold, scores_of
 
 
@@ -49,7 +49,7 @@ def two_pass_head(
     if plane is None:
         lower = upper = scores_of(q, k, softmax_scale, softcap).masked_fill(~legal, -math.inf)  # (R, N)
     else:
-        lower, upper = (x.masked_fill(~legal, -math.inf) for x in _score_bounds(q, plane, softmax_scale, softcap))
+        lower, upper = (x.masked_fill(~legal, -math.inf) for x in score_bounds(q, plane, softmax_scale, softcap))
     threshold = log_threshold(legal.sum(1), tau).to(q)  # (R,)
     full = _with_sink(torch.logsumexp(lower, 1), sink)  # (R,)
     first = _reaching(upper, torch.minimum(full + threshold, upper.amax(1)), tile)  # bool (q_tiles, k_tiles)
@@ -69,20 +69,6 @@ def two_pass_head(
     shift = torch.where(lse != -math.inf, lse, 0)[:, None]
     p = torch.exp(scores - shift)  # (R, N)
     return HeadResult((p * retained) @ v, lse, tiles, torch.exp(upper - shift).where(~retained, 0).sum(1), margin)
-
-
-def _score_bounds(
-    q: Tensor, plane: tuple[Tensor, Tensor, Tensor], softmax_scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Between which numbers each score (R, N) lies."""
-    quantized, scales, residuals = (x.to(q.dtype) for x in plane)
-    scores = softmax_scale * (q @ (scales[:, None] * quantized).T)  # (R, N)
-    error = softmax_scale * q.norm(dim=1)[:, None] * residuals  # (R, N)
-    bounds = scores - error, scores + error
-    bounded = (bounds[1] - bounds[0]).isfinite()
-    if softcap:
-        bounds = softcap * torch.tanh(bounds[0] / softcap), softcap * torch.tanh(bounds[1] / softcap)
-    return bounds[0].where(bounded, -math.inf), bounds[1].where(bounded, math.inf)
 
 
 def _with_sink(mass: Tensor, sink: Optional[Tensor]) -> Tensor:

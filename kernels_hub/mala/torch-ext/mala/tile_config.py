@@ -125,6 +125,7 @@ class DecodeLaunch:
     min_tiles: int
 
 
+REGISTERS = 65536  # of an NVIDIA multiprocessor
 MAX_DECODE_ROWS = 64  # of a tile: tokens x query heads of a KV head
 
 DECODE_LAUNCH_16BIT = {
@@ -134,6 +135,37 @@ DECODE_LAUNCH_16BIT = {
     256: DecodeLaunch(64, 4, 2, 2, 4),
 }
 DECODE_LAUNCH_32BIT = {dim: DecodeLaunch(32, 4, 2, 2, 4) for dim in (32, 64, 128, 256)}
+
+
+@dataclass(frozen=True)
+class PlaneLaunch:
+    """Keys of a step of the first pass over an INT8 plane, some tiles at once, and how it is split: as in ``DecodeLaunch``."""
+
+    step: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    min_tiles: int
+
+    @property
+    def max_registers(self) -> int:
+        """Of a thread, so that all programs of a multiprocessor of an NVIDIA GPU run at once."""
+        return min(255, REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+
+
+# padded head_dim -> launch shape, by the compiled code: not measured
+PLANE_LAUNCH = {
+    32: PlaneLaunch(512, 4, 3, 3, 8),
+    64: PlaneLaunch(512, 4, 3, 3, 8),
+    128: PlaneLaunch(256, 4, 3, 3, 8),
+    256: PlaneLaunch(128, 4, 3, 3, 8),
+}
+
+
+def plane_launch(head_dim: int, major: int) -> PlaneLaunch:
+    """The shipped shape of the first pass over an INT8 plane, for an NVIDIA GPU's major compute capability; 0 elsewhere."""
+    launch = PLANE_LAUNCH[padded_head_dim(head_dim)]
+    return launch if major else replace(launch, step=launch.step // 2)  # AMD's shared memory is 64 KiB
 
 
 def decode_launch(head_dim: int, v_head_dim: int, dtype: torch.dtype) -> DecodeLaunch:
