@@ -217,7 +217,7 @@ def measure_operator(options: argparse.Namespace, device: torch.device, result: 
     del inputs
     if "decode" not in options.parts:
         return
-    two_pass = functools.partial(decode.mala, form="two_pass")
+    two_pass = functools.partial(decode.mala, plane=None, form="two_pass")
     token = decode_inputs(
         DecodeShape(1, *options.heads, options.seqlen, options.head_dim),
         options.slots,

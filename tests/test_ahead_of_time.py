@@ -25,7 +25,7 @@ from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER, TRITON_VERSION
 SHARED_LIMIT_BYTES = {"cuda:80": 163 * 1024, "cuda:90": 227 * 1024, "hip:gfx942": 64 * 1024}
 ALL_LIMIT_BYTES = SHARED_LIMIT_BYTES | {f"cuda:{major}{minor}": limit for (major, minor), limit in SHARED_BYTES.items()}
 # registers that a thread may keep in local memory; float32 products run without tensor cores and need more
-SPILL_LIMIT_BYTES = {"bfloat16": 512, "float16": 512, "float32": 2048}
+SPILL_LIMIT_BYTES = {"bfloat16": 512, "float16": 512, "float32": 2560}
 # dk and dv take both accumulators; no launch shape of the backward is chosen on an MI300
 HIP_BACKWARD_SPILL_LIMIT_BYTES = 1536
 MASK_SPILL_LIMIT_BYTES = 2048  # a mask operand costs a tile of registers; padding and windows do without one

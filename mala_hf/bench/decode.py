@@ -23,8 +23,8 @@ FORMS = ("two_pass", "mala_int8", "split", "single")
 BASELINES = ("sdpa_cudnn", "sdpa_flash")  # unless others are asked for
 
 
-def mala(q: Tensor, k: Tensor, v: Tensor, plane: KeyPlane, form: str, **options: Any) -> Any:
-    """The call that is measured. Only the column "mala_int8" reads ``plane``."""
+def mala(q: Tensor, k: Tensor, v: Tensor, plane: KeyPlane | None, form: str, **options: Any) -> Any:
+    """The call that is measured. Only the column "mala_int8" reads ``plane``, which the others do without."""
     if form == "mala_int8":
         return mala_attn_func(q, k, v, causal=True, decode="int8_two_pass", key_plane=plane, **options)
     return mala_attn_func(q, k, v, causal=True, decode=form, **options)
