@@ -69,8 +69,9 @@ class MalaLayer(DynamicLayer):
                 own.dtype,
                 own.device,
             ):
+                held = (*own.shape[:2], self._store.length, *own.shape[3:])
                 raise ValueError(
-                    f"new {name} must fit those in the cache, {own.dtype} {tuple(own.shape)} on {own.device} but for the tokens, "
+                    f"new {name} must fit those in the cache, {own.dtype} {held} on {own.device} but for the tokens, "
                     f"got {x.dtype} {tuple(x.shape)} on {x.device}"
                 )
 
@@ -180,6 +181,8 @@ class MalaCache(DynamicCache):
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
     ) -> None:
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise ValueError(f"config takes a model's config (model.config), got a {type(config).__name__}")
         super().__init__(
             ddp_cache_data, config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
         )

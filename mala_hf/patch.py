@@ -72,7 +72,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def mala_attention(model: nn.Module, config: MalaConfig | None = None, **settings: Any) -> Iterator[nn.Module]:
-    """Patch inside a ``with`` block; what was before is always restored.
+    """Patch inside a ``with`` block; what was before is always restored. The settings are the model's, in whatever thread it runs.
 
     Give a :class:`MalaConfig` or its fields: ``with mala_attention(model, tau=0.5): ...``
     """
@@ -84,7 +84,9 @@ def mala_attention(model: nn.Module, config: MalaConfig | None = None, **setting
         yield patch_model(model, MalaConfig.from_dict(settings) if config is None else config)
     finally:
         before.restore(inner)
-        if was_patched is None and hasattr(inner, _BEFORE):
+        if was_patched is not None:
+            setattr(inner, _BEFORE, was_patched)
+        elif hasattr(inner, _BEFORE):
             delattr(inner, _BEFORE)
 
 

@@ -50,6 +50,16 @@ def test_the_context_manager_undoes_itself_also_after_an_error():
     assert not hasattr(model.config, "mala")
 
 
+def test_a_patch_that_is_undone_inside_a_context_is_there_again_after_it():
+    model = patch_model(tiny("llama"))
+    with mala_attention(model, tau=0.5):
+        unpatch_model(model)
+    assert model.config._attn_implementation == "mala"
+    unpatch_model(model)
+    assert model.config._attn_implementation == "eager"
+    assert not hasattr(model.config, "mala")
+
+
 def test_context_managers_nest_inside_one_another_and_inside_a_patch():
     model = tiny("llama")
     patch_model(model, MalaConfig(tau=0.25))

@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> None:
         taus=tuple(options.taus),
         device=options.device,
     )
+    Path(options.output).mkdir(parents=True, exist_ok=True)  # before minutes of work that could not be written
     result = run_demo(settings, quiet=options.quiet)
     files = [save_json(result, options.output), save_picture(result, options.output)]
     if options.json:
