@@ -9,7 +9,16 @@ from dataclasses import replace
 import torch
 from calls import Call
 from gradients import Forward, Gradients, check_backward, gradient_of, launch_arguments
-from helpers import NOT_VISIBLE, RETAINED, TIE_ROUNDINGS, assert_near, check_forward, precision_of
+from helpers import (
+    EPS_32,
+    FLOOR_ROUNDINGS,
+    NOT_VISIBLE,
+    RETAINED,
+    TIE_ROUNDINGS,
+    assert_near,
+    check_forward,
+    precision_of,
+)
 from torch import Tensor
 
 from mala_hf.ops import blockwise, reference_decode
@@ -82,7 +91,9 @@ def check_decode(call: Call, form: str, splits: int, impl: str) -> None:
     size = 1 + math.sqrt(call.q.shape[-1]) + score_size(call)
     in_dtype = same[0].to(call.q.dtype)
     reach = float(call.v.double().nan_to_num().abs().max()) if call.v.numel() else 0.0
-    assert_near("out", out, truth[0], in_dtype, size, reach)
+    rounding = torch.finfo(call.q.dtype).eps / EPS_32  # kernels multiply values with probabilities of the inputs' type
+    of_products = rounding / FLOOR_ROUNDINGS if impl == "triton" and rounding > 1 else 0.0
+    assert_near("out", out, truth[0], in_dtype, size + of_products, reach)
     finite = truth[1][truth[1].isfinite()]
     assert_near("lse", lse, truth[1], same[1], size, 1.0 + (float(finite.abs().max()) if finite.numel() else 0.0))
     # a bound's exponent is rounded as scores are; exact ones are rounded alike in the baseline
