@@ -3,7 +3,8 @@
 
 All satisfy the rule. "fused" and "int8" give the same bits; "dense" retains every tile, so its bits are those of full attention.
 Lengths decide first. A long call is looked at (``discover_probe.py``), which waits for the device once; where that is impossible,
-under a compiler and in a CUDA graph, lengths decide alone. Nothing is remembered: the same call is always made the same way.
+under a compiler and in a CUDA graph, lengths decide alone. Nothing is remembered here: the same call always gets the same way;
+which kernel a dense one runs is the business of ``cudnn_plans.py``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ In portable Triton all warps of a program wait for a score product, judge it and
 meanwhile. Here each of two warpgroups owns a query tile of BLOCK_M rows and votes alone: while one judges, the other's product
 runs, and one vote settles two key tiles where both are skipped. A third warp brings key tiles through a ring of STAGES buffers; a
 value tile is fetched by the warpgroup that retains it. With CAN_SKIP False there is no vote (``forward_hopper_all.py``).
-Same tiles, same order and same rule functions as
-``forward_kernel.py``, hence the same retained set.
+Same tiles, same order and same rule functions as ``forward_kernel.py``, hence the same retained set.
 
 ``forward_hopper_launch.py`` says which calls it covers; the portable kernel takes all others.
 """
