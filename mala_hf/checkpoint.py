@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .model_place import check_model, check_tokenizer, loading_errors, one_line
 from .rope_scaling import scale_rope
 
 OFFLINE_MODEL = "SmolLM2-135M-Instruct"
@@ -120,28 +121,30 @@ def load_model(
     Default device: the GPU if there is one. Default dtype: bfloat16 on a GPU, float32 on a CPU, where bfloat16 is several
     times slower. tokenizer: Hub name or folder of another one than the model's. rope_scaling: see ``rope_scaling.scale_rope``.
     trust_remote_code: run code that comes with the checkpoint.
-    Raises ``OSError`` or ``ValueError`` from Transformers, ``RuntimeError`` from the download, and ``ImportError`` when the
-    packages that read GGUF are missing.
+    Raises ``OSError`` or ``ValueError`` for a device, a folder or a name that is none, and from Transformers; ``RuntimeError`` from
+    the download, and ``ImportError`` when the packages that read GGUF are missing.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    device = torch.device(device) if device is not None else default_device()
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device} was asked for, but torch sees no GPU")
+    device = check_device(device)
+    if name is not None:
+        check_model(name)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     loaded_tokenizer = load_tokenizer(tokenizer or name, trust_remote_code=trust_remote_code)
     place, arguments = (name, {}) if name is not None else offline_place()
     if rope_scaling is not None:
         file = {key: value for key, value in arguments.items() if key == "gguf_file"}
-        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **file)
+        with loading_errors(name or OFFLINE_MODEL, "config"):
+            config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **file)
         arguments["config"] = scale_rope(config, rope_scaling)
-    model = AutoModelForCausalLM.from_pretrained(
-        place,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-        **arguments,
-    )
+    with loading_errors(name or OFFLINE_MODEL, "model"):
+        model = AutoModelForCausalLM.from_pretrained(
+            place,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            **arguments,
+        )
     return model.eval().to(device), loaded_tokenizer
 
 
@@ -150,7 +153,9 @@ def load_tokenizer(name: str | None = None, *, trust_remote_code: bool = False) 
     from transformers import AutoTokenizer
 
     if name is not None:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        check_tokenizer(name)
+        with loading_errors(name, "tokenizer"):
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     place, arguments = offline_place()
     tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=arguments["gguf_file"])
     tokenizer.model_max_length = GGUF_CONTEXT
@@ -173,3 +178,26 @@ def offline_place() -> tuple[Path, dict[str, Any]]:
 def default_device() -> torch.device:
     """Return the first NVIDIA or AMD GPU if torch sees one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_device(device: torch.device | str | None = None) -> torch.device:
+    """Return the device of that name, by default the one that ``load_model`` chooses; ``ValueError`` for one that is not here."""
+    if device is None:
+        return default_device()
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"a device is cpu, cuda or cuda:0, ..., got {device!r}") from error
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {found} was asked for, but torch sees no GPU")
+        if (found.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {found} was asked for, but torch sees {torch.cuda.device_count()} GPU(s), from 0")
+    elif found.type == "meta":
+        raise ValueError("nothing can be computed on the device meta")
+    elif found.type != "cpu":
+        try:
+            torch.empty(1, device=found)
+        except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
+            raise ValueError(f"device {found} was asked for, but torch cannot use it: {one_line(error)}") from error
+    return found

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .convert_weights import FOREIGN, check_weights, weight_files
+from .model_place import CONFIG, check_hub, hub_errors, no_config
 
-CONFIG = "config.json"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(@[^@\s]+)?")
 
 
@@ -78,8 +78,7 @@ def _is_hidden(path: Path) -> bool:
 def _read_config(folder: Path, name: str) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
-        hint = ": an adapter; merge it into its model first" if (folder / "adapter_config.json").exists() else ""
-        raise ValueError(f"no {CONFIG} in {name}{hint}")
+        raise ValueError(no_config(folder, name))
     try:
         config = json.loads(path.read_text("utf-8"))
     except ValueError as error:
@@ -92,24 +91,9 @@ def _read_config(folder: Path, name: str) -> dict[str, Any]:
 def _from_hub(checkpoint: str, *, weights: bool) -> Path:
     """Return the folder of the hub's cache; other forms of weights are not downloaded."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     name, _, revision = checkpoint.partition("@")
     ignored = [f"*{suffix}" for suffix in FOREIGN if suffix != ".safetensors" or not weights]
-    try:
+    check_hub(name, revision=revision or None)
+    with hub_errors(name, revision):
         return Path(snapshot_download(name, revision=revision or None, ignore_patterns=ignored))
-    except GatedRepoError as error:
-        raise OSError(
-            f"{name} is gated: accept its terms on its page of the hub, then log in (hf auth login)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise OSError(f"{name} has no revision {revision} on the hub") from error
-    except RepositoryNotFoundError as error:
-        raise OSError(
-            f"the hub has no model {name}, or it is private: check the name, or log in (hf auth login)"
-        ) from error
-    except OSError as error:  # no network, among others
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OSError(
-            f"cannot get {name}: it is no folder here, not in the cache, and the hub does not give it ({reason})"
-        ) from error

@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ..model_place import one_line
 from ..version import __version__
 from . import bench, convert, demo, generate, info, lm_eval, ppl, ruler, work
 
@@ -22,10 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ImportError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
         if options.traceback:
             raise
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        print(f"mala-hf: error: {first_line}", file=sys.stderr)
+        print(f"mala-hf: error: {message_of(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def message_of(error: BaseException) -> str:
+    """The message on one line: whole, but of torch's own errors, which go on with where in C++ they were raised, the first line."""
+    text = str(error).strip()
+    return one_line(error) if not isinstance(error, RuntimeError) or not text else text.splitlines()[0]
 
 
 def build_parser() -> argparse.ArgumentParser:
