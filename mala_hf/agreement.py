@@ -48,8 +48,9 @@ def compare_generation(
     cache: Transformers' ``cache_implementation``, "static" for example; None for the model's own.
 
     Raises:
-        ValueError: for fewer than two implementations, no prompt, or no new token.
+        ValueError: for fewer than two implementations, no prompt, no new token, or a cache that Transformers lacks.
     """
+    check_cache(cache)
     if len(implementations) < 2 or not prompts or new_tokens < 1:
         raise ValueError(
             f"a comparison needs two attentions, a prompt and a new token, got {len(implementations)}, {len(prompts)} and {new_tokens}"
@@ -60,6 +61,14 @@ def compare_generation(
         for one, run in zip(implementations[1:], runs[1:], strict=True):
             found.append(_agreement(number, one, *runs[0], *run))
     return found
+
+
+def check_cache(name: str | None) -> None:
+    """Raise ``ValueError`` for a ``cache_implementation`` that this Transformers lacks."""
+    from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+
+    if name is not None and name not in ALL_CACHE_IMPLEMENTATIONS:
+        raise ValueError(f"a cache is one of {', '.join(ALL_CACHE_IMPLEMENTATIONS)}, got {name!r}")
 
 
 def _greedy(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint import default_device, load_model
+from .checkpoint import check_device, load_model
 from .config import MalaConfig
 from .convert_bench import Bench, Evidence
 from .convert_config import MODELING, attention_choice, auto_map_of, converted_config
@@ -90,6 +90,7 @@ def convert(
         raise ValueError(
             f"a conversion measures the shipped tiles, which fit each device: leave out tile={settings.tile}"
         )
+    place = check_device(device)
     check_output(output)
     text, text_name = read_text(evidence.text)
     work = work_folder(output)
@@ -97,7 +98,7 @@ def convert(
         str(checkpoint), work, unpack=not dry_run, trust_remote_code=trust_remote_code, say=say
     )
     full_attention = _check_model(model_config, settings, trust_remote_code)
-    length = evidence.length_for(model_config, torch.device(device) if device is not None else default_device())
+    length = evidence.length_for(model_config, place)
     modules = auto_map_of(model_config) if auto_map else None
     to_copy = bytes_to_copy(source, output, link=link)
     finished = len(list(work.glob("*.json")))

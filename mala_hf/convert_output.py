@@ -21,11 +21,17 @@ def work_folder(output: Path) -> Path:
 
 
 def check_output(output: Path) -> None:
-    """Raise ``FileExistsError`` if there is something already, ``FileNotFoundError`` if its parent is not there."""
+    """Raise ``FileExistsError`` if there is something already, ``FileNotFoundError`` if its parent is not there.
+
+    ``PermissionError`` if nothing can be put into that.
+    """
     if output.exists() or output.is_symlink():
         raise FileExistsError(f"{output} exists already: nothing is overwritten; give another name or remove it")
-    if not output.absolute().parent.is_dir():
+    parent = output.absolute().parent
+    if not parent.is_dir():
         raise FileNotFoundError(f"{output.parent}: no such folder to put {output.name} into")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"{output.parent}: no permission to put {output.name} into it")
 
 
 def bytes_to_copy(source: Source, output: Path, *, link: bool) -> int:

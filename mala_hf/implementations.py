@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from .config import MalaConfig
 from .patch import mala_attention
 from .registration import NAME
@@ -29,11 +31,14 @@ class Implementation:
 def implementations_of(names: Iterable[str], taus: Iterable[float]) -> list[Implementation]:
     """Return each name in order, "mala" once per tau.
 
-    Raises ``ValueError`` without a name, for one named twice, "mala" without a tau, or a tau that MALA refuses.
+    Raises ``ValueError`` without a name, for one named twice or that Transformers does not know, "mala" without a tau, or a tau that
+    MALA refuses.
     """
     names, taus = list(names), list(taus)
     if not names:
         raise ValueError("no attention implementation to evaluate")
+    for name in names:
+        check_implementation(name)
     for tau in taus:
         MalaConfig(tau=tau)
     if NAME in names and not taus:
@@ -46,6 +51,13 @@ def implementations_of(names: Iterable[str], taus: Iterable[float]) -> list[Impl
     if len(set(found)) < len(found):
         raise ValueError(f"each implementation once, got {', '.join(one.label for one in found)}")
     return found
+
+
+def check_implementation(name: str) -> None:
+    """Raise ``ValueError`` for a name that Transformers does not know and that cannot be one of the Kernel Hub, ORGANISATION/NAME."""
+    known = ("eager", *sorted(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name))
+    if name not in known and "/" not in name:
+        raise ValueError(f"attention implementations are {', '.join(known)}, got {name!r}")
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def study_work(
     if input_ids.shape[-1] < 2:
         raise ValueError(f"at least 2 tokens are needed, got {input_ids.shape[-1]}")
     check_taus(taus)
-    _check_head(model, layer, head)
+    check_head(layer, head, model.config.get_text_config())
     recorder = _Recorder((0.0, *dict.fromkeys(float(tau) for tau in taus)), audit, gradients, (layer, head))
     ids = input_ids.to(model.device)
     keep = {} if gradients else {"logits_to_keep": 1}
@@ -198,8 +198,8 @@ def check_taus(taus: Sequence[float]) -> None:
         raise ValueError(f"taus must be finite numbers >= 0, at least one, got {list(taus)}")
 
 
-def _check_head(model: Any, layer: int | None, head: int | None) -> None:
-    config = model.config.get_text_config()
+def check_head(layer: int | None, head: int | None, config: Any = None) -> None:
+    """Raise ``ValueError`` for a layer or head that no model has, or with a model's text config that this one lacks."""
     for name, index, count in (
         ("layer", layer, getattr(config, "num_hidden_layers", None)),
         ("head", head, getattr(config, "num_attention_heads", None)),

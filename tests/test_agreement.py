@@ -79,4 +79,4 @@ def test_the_command_compares_a_checkpoint(tmp_path, capsys):
     assert main([*arguments, "--taus", "0"]) == 0
     assert "mala, tau 0      the same on 2 of 2 prompts" in capsys.readouterr().out
     assert main([*arguments, "--prompts", "0"]) == 1
-    assert "at least one prompt" in capsys.readouterr().err
+    assert "--prompts must be at least 1, got 0" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def test_json_is_one_object_on_stdout(capsys):
         (["--shapes", "4,2,32,100,50", "--lengths", "100"], "leave out --heads and --lengths"),
         (["--lengths", "64", "--heads", "3", "2"], "2 KV heads do not divide 3 query heads"),
         (["--lengths", "0"], "at least 1"),
-        (["--flat-share", "2"], "between 0 and 1"),
+        (["--flat-share", "2"], "must be from 0 to 1"),
         (["--captured", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--captured", str(ROOT / "README.md")], "no safetensors file"),
     ],

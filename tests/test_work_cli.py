@@ -74,7 +74,7 @@ def test_json_is_the_stored_object_and_without_an_audit_holds_the_bound_alone(wo
         (["--layer", "0", "--head", "4"], "head 4 does not exist: the model has 4, 0 to 3"),
         (["--head", "0"], "head 0 of which layer"),
         (["--length", "500"], "the text has 384 tokens, fewer than the length 500"),
-        (["--length", "0"], "length must be at least 2 tokens, got 0"),
+        (["--length", "0"], "--length must be at least 2, got 0"),
         (["--prompt", ""], "the text has no tokens"),
         (["--prompt", "a"], "at least 2 tokens are needed, got 1"),
         (["--prompt", "a" * 600, "--length", "600"], "600 is more than the model's 512 positions"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint import check_device
 from ..info import checked_out_commit, device_name, versions
 
 Row = dict[str, Any]
@@ -18,9 +19,9 @@ Row = dict[str, Any]
 
 def bench_device(name: str | None) -> torch.device:
     """The device of that name, by default a GPU; ``ValueError`` where there is none."""
-    device = torch.device("cuda" if name is None else name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if name is None and not torch.cuda.is_available():
         raise ValueError("torch sees no GPU: --device cpu tries the benchmark without one")
+    device = check_device(name)
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"the benchmark runs on cuda or cpu, got {device}")
     if device.index is not None and device.type == "cuda":

@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..model_place import check_model
+from ..ops.checks import MAX_HEAD_DIM
+from .checks import check_numbers, check_place
 from .options import add_command, notice
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -51,6 +54,7 @@ def run(options: argparse.Namespace) -> None:
 
     check_options(options)
     device = bench_device(options.device)
+    check_place(options, file=options.output)
     wanted = (BASELINES if options.decode else LOADERS) if options.baselines is None else options.baselines
     baselines, missing = load_baselines(wanted)
     result = new_result(device, options.commit) | {"unavailable": missing}
@@ -74,9 +78,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise ``ValueError`` for options that do not go together, and for numbers that mean nothing."""
+    """Raise ``ValueError`` for options that do not go together and numbers that mean nothing, ``OSError`` for an absent file."""
     if not options.decode and options.generate:
         raise ValueError("--generate belongs to --decode")
+    if options.decode and options.heads and not options.lengths and not options.captured:
+        raise ValueError(
+            "--decode without --lengths measures shapes that have their heads: give --lengths with --heads"
+        )
     if options.shapes and (options.lengths or options.heads):
         raise ValueError("a shape of --shapes has its heads and its length: leave out --heads and --lengths")
     if options.shapes and not options.decode and (options.slots or options.flat_share or options.head_dim is not None):
@@ -91,11 +99,18 @@ def check_options(options: argparse.Namespace) -> None:
         or options.flat_share
     ):
         raise ValueError("captured q, k, v are as they are: --captured takes --lengths, and nothing else of the inputs")
+    check_numbers(options, lengths=1, heads=1, head_dim=1)
+    if options.head_dim is not None and options.head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"--head-dim must be at most {MAX_HEAD_DIM}, got {options.head_dim}")
+    if not 0 <= options.flat_share <= 1:
+        raise ValueError(f"--flat-share must be from 0 to 1, got {options.flat_share}")
     for name in ("budget_ms", "seconds"):
         if getattr(options, name) is not None and not getattr(options, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
     if any(not slots > 0 for slots in options.slots or ()):
         raise ValueError(f"--slots must be above 0, got {options.slots}")
+    if options.captured and not options.captured.is_file():
+        raise FileNotFoundError(f"--captured {options.captured}: no such file")
 
 
 def head_dim_of(options: argparse.Namespace) -> int:
@@ -142,6 +157,8 @@ def decode_cases(
         slots = options.slots or [SLOTS["decode"]]
         shapes = options.shapes or of_lengths
         workloads = decode_workloads(shapes, slots, head_dim_of(options), options.flat_share)
+    if options.generate:
+        check_model(options.generate)  # before minutes of rows, after which it would be looked for
     result["bandwidth"] = bandwidths(device, budget_ms)
     measure = partial(measure_decode, budget_ms=budget_ms, bandwidth=result["bandwidth"])
     return [(one.name, partial(measure, one, baselines, device)) for one in workloads]

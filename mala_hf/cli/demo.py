@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .checks import check_place
 from .options import add_command, add_model_options, require_packages
 
 
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
         taus=tuple(options.taus),
         device=options.device,
     )
-    Path(options.output).mkdir(parents=True, exist_ok=True)  # before minutes of work that could not be written
+    check_place(options, folder=options.output)
     result = run_demo(settings, quiet=options.quiet)
     files = [save_json(result, options.output), save_picture(result, options.output)]
     if options.json:

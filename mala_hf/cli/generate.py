@@ -7,6 +7,7 @@ import argparse
 import json
 from typing import Any
 
+from .checks import check_numbers, check_place
 from .options import add_command, add_model_options, dtype_of, label, require_packages
 
 
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     require_packages("demo", ("tqdm",))
     from tqdm.auto import tqdm
 
-    from ..agreement import compare_generation, summaries
+    from ..agreement import check_cache, compare_generation, summaries
     from ..checkpoint import OFFLINE_MODEL, load_model
     from ..demo import TEXT_START, text_window
     from ..implementations import implementations_of
@@ -43,11 +44,12 @@ def run(options: argparse.Namespace) -> None:
     from ..perplexity import check_positions
     from ..text import read_text
 
-    if options.prompts < 1 or options.length < 2 or options.new_tokens < 1:
-        raise ValueError("at least one prompt of two tokens and one new token are needed")
-    implementations = implementations_of(["sdpa", "mala"], options.taus)
+    check_numbers(options, prompts=1, length=2, new_tokens=1)
+    check_cache(options.cache)
+    check_place(options)
+    implementations, dtype = implementations_of(["sdpa", "mala"], options.taus), dtype_of(options.dtype)
     text, text_name = read_text(options.text)
-    model, tokenizer = load_model(options.model, device=options.device, dtype=dtype_of(options.dtype))
+    model, tokenizer = load_model(options.model, device=options.device, dtype=dtype)
     check_positions(model, options.length + options.new_tokens)
     skip = TEXT_START if options.text is None else 0
     window = text_window(tokenizer, text, options.prompts * options.length, skip)

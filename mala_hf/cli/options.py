@@ -64,10 +64,10 @@ def add_evaluation_options(parser: argparse.ArgumentParser) -> None:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """Return torch's floating-point type of that name; ``ValueError`` for another."""
+    """Return torch's floating-point type of that name; ``ValueError`` for one that models do not compute in."""
     dtype = None if name is None else getattr(torch, name, None)
-    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {name}")
+    if name is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise ValueError(f"dtype must be float32, bfloat16, float16 or float64, got {name}")
     return dtype
 
 

@@ -8,6 +8,7 @@ import json
 import os
 from typing import Any
 
+from .checks import check_numbers, check_place
 from .options import add_command, add_evaluation_options, add_model_options, dtype_of, label, require_packages
 
 DEFAULT_LENGTHS = [512, 1024, 2048]
@@ -50,10 +51,12 @@ def run(options: argparse.Namespace) -> None:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("mala-hf ppl runs in one process; start it without accelerate launch")
-    if min(options.lengths) < 2:
-        raise ValueError(f"a window needs at least 2 tokens, got length {min(options.lengths)}")
-    if options.windows < 1:
-        raise ValueError(f"at least one window must be scored, got {options.windows}")
+    check_numbers(options, lengths=2, windows=1, documents=1)
+    if options.stride is not None and not 1 <= options.stride <= min(options.lengths):
+        raise ValueError(
+            f"--stride must be from 1 to the {min(options.lengths)} tokens of a window, got {options.stride}"
+        )
+    check_place(options)
     implementations = implementations_of(options.implementations, options.taus)
     scaling, dtype = read_rope_scaling(options.rope_scaling), dtype_of(options.dtype)
     if options.dataset is not None:

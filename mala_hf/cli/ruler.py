@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .checks import check_place
 from .options import add_command, add_evaluation_options, add_model_options, dtype_of, label, notice, require_packages
 
 RESULT, PICTURE = "ruler.json", "needles.png"
@@ -57,8 +58,11 @@ def run(options: argparse.Namespace) -> None:
     from ..rope_scaling import read_rope_scaling
     from ..ruler import TASKS
     from ..ruler.evaluation import RulerSettings, evaluate, prepare_samples
+    from ..ruler.sources import check_corpora
     from ..ruler.summary import summarize
 
+    check_place(options, folder=options.output)
+    check_corpora(options.corpora)
     settings = RulerSettings(
         output=options.output,
         tasks=tuple(TASKS) if options.tasks == ["all"] else tuple(options.tasks),

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .checks import check_numbers, check_place
 from .options import add_command, add_model_options, dtype_of, require_packages
 
 
@@ -46,9 +47,12 @@ def run(options: argparse.Namespace) -> None:
     from ..prompt import prompt_ids
     from ..text import read_text
     from ..work_page import save_report
-    from ..work_study import check_taus, study_work
+    from ..work_study import check_head, check_taus, study_work
 
     check_taus(options.taus)
+    check_numbers(options, length=2, layer=0, head=0)
+    check_head(options.layer, options.head)
+    check_place(options, folder=options.output)
     dtype = dtype_of(options.dtype)
     text, name = (options.prompt, "the prompt") if options.prompt is not None else read_text(options.text)
     model, tokenizer = load_model(options.model, device=options.device, dtype=dtype)

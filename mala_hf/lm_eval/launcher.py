@@ -3,21 +3,30 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..implementations import check_implementation
 from ..registration import register
 
 CONFIGS = Path(__file__).parent / "configs"
+ATTENTION = re.compile(r"\battn_implementation=([^,\s\"']+)")
 COMMANDS = ("run", "ls", "validate")
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Run lm_eval's command line on the arguments; what it raises is left as it is, ``SystemExit`` too."""
+    """Run lm_eval's command line on the arguments; what it raises is left as it is, ``SystemExit`` too.
+
+    Raises ``ValueError`` for an attention implementation in the model's arguments that is none: lm_eval finds out after it has read the
+    tokenizer and the config.
+    """
     from lm_eval.__main__ import cli_evaluate
 
     register()
+    for name in ATTENTION.findall(" ".join(arguments)):
+        check_implementation(name)
     before = sys.argv
     sys.argv = ["lm-eval", *with_our_tasks(arguments)]
     try:

@@ -21,6 +21,7 @@ FILES = {
     "hotpotqa": ("hotpotqa.json",),
     "english_words": ("english_words.json",),
 }
+PLACES = ("auto", "hub", "builtin")
 # data sets of the hub, none of which is a script
 HUB = {
     "essays": ("baber/paul_graham_essays", None, "train"),
@@ -48,6 +49,7 @@ def find_sources(place: str, tasks: Iterable[str], notice: Callable[[str], None]
     A folder holds any of ``essays.txt`` (or .json), ``squad.json``, ``hotpotqa.json``, ``english_words.json``, also with ``.gz``.
     Raises ``ValueError`` for another place, ``OSError`` when the hub does not answer, ``ImportError`` without datasets.
     """
+    check_corpora(place)
     needed = {corpus for task in tasks if (corpus := corpus_of(task)) is not None}
     if place == "auto":
         place = "hub" if needed and hub_answers() else "builtin"
@@ -59,11 +61,9 @@ def find_sources(place: str, tasks: Iterable[str], notice: Callable[[str], None]
         texts = {corpus: from_hub(corpus) for corpus in sorted(needed)}
     elif place == "builtin":
         texts = {"essays": substitutes.essay_words(), "squad": substitutes.squad(), "hotpotqa": substitutes.hotpotqa()}
-    elif Path(place).is_dir():
+    else:
         texts = from_folder(Path(place))
         place = Path(place).resolve().name
-    else:
-        raise ValueError(f"corpora are auto, hub, builtin or a folder, got {place!r}")
     split, sentences = punkt_sentences, "punkt"
     try:
         punkt_sentences("One. Two.")
@@ -72,6 +72,12 @@ def find_sources(place: str, tasks: Iterable[str], notice: Callable[[str], None]
         if "essays" in needed:
             notice("nltk and its punkt_tab are not here: essays are split at punctuation, not as RULER splits them")
     return Sources(Corpora(**texts, split_sentences=split), place, sentences)
+
+
+def check_corpora(place: str) -> None:
+    """Raise ``ValueError`` for a place that ``find_sources`` does not know."""
+    if place not in PLACES and not Path(place).is_dir():
+        raise ValueError(f"corpora are auto, hub, builtin or a folder, got {place!r}")
 
 
 def corpus_of(task: str) -> str | None:
