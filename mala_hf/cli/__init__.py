@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..model_place import one_line
+from ..quiet import quietly
 from ..version import __version__
 from . import bench, convert, demo, generate, info, lm_eval, ppl, ruler, work
 
@@ -16,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code: 0 done, 1 failed (one line on stderr), 2 wrong usage, 130 interrupted."""
     options = build_parser().parse_args(arguments)
     try:
-        options.run(options)
+        with quietly(getattr(options, "quiet", False)):
+            options.run(options)
     except KeyboardInterrupt:
         print("mala-hf: interrupted", file=sys.stderr)
         return 130

@@ -34,7 +34,7 @@ def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], No
     parser = commands.add_parser(name, help=summary, description=description, usage=f"mala-hf {name} [options]")
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars, no warnings of Transformers")
     parser.add_argument("--traceback", action="store_true", help="on failure show where, not just one line")
     return parser
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..quiet import quiet_data
 from . import substitutes
 from .corpora import Corpora, punkt_sentences, split_at_punctuation, words_of
 from .tasks import TASKS
@@ -117,7 +118,8 @@ def from_hub(corpus: str) -> Any:
         raise ImportError("texts of the hub need the package datasets: pip install 'mala-hf[eval]'") from error
     name, config, split = HUB[corpus]
     try:
-        rows = datasets.load_dataset(name, config, split=split)
+        with quiet_data(datasets):
+            rows = datasets.load_dataset(name, config, split=split)
     except (OSError, datasets.exceptions.DatasetsError) as error:
         raise OSError(f"cannot load {name}: {error}; without a network use --corpora builtin or a folder") from error
     return FORMS[corpus](rows)
