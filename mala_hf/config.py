@@ -13,9 +13,24 @@ from .ops.hf_settings import HeadSettings, named, read_discovery, read_key, read
 KERNEL_NAME = re.compile(r"[^/:@\s]+/[^/:@\s]+(@[^:@\s]+)?")
 
 
+class FrozenSettings(dict):
+    """A dict that cannot be changed, and that has a hash: of layers or heads, and of what is set for them."""
+
+    def _refuse(self, *arguments: Any, **settings: Any) -> Any:
+        raise TypeError("the settings of a MalaConfig cannot be changed: make another one (dataclasses.replace)")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))  # the order of items is no part of what equality compares
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy is made of the whole: items cannot be set one by one
+        return type(self), (dict(self),)
+
+
 @dataclass(frozen=True)
 class MalaConfig:
-    """Settings of one model.
+    """Settings of one model. They never change, so that equal ones have equal hashes: they can be in sets, and keys of a cache.
 
     Attributes:
         tau: dimensionless tolerance >= 0 of all layers not named in ``layers``; 1 is canonical, 0 is full attention.
@@ -98,7 +113,7 @@ def check_kernel_name(name: Any) -> None:
         raise ValueError(f'a kernel is named "org/name" or "org/name@revision", as on the Kernel Hub, got {name!r}')
 
 
-def _normalized(settings: Any, what: str) -> dict[int | str, Any]:
+def _normalized(settings: Any, what: str) -> FrozenSettings:
     """The settings of layers (or heads) as JSON would give them back: plain values, single indices as integers."""
     if not isinstance(settings, Mapping):
         raise ValueError(f"{what}s must be a mapping {{{what}: setting}}, got {settings!r}")
@@ -112,7 +127,7 @@ def _normalized(settings: Any, what: str) -> dict[int | str, Any]:
     counted = [(key, *read_key(key, what)) for key in found]
     # those that count from the end overlap or not in a model that says how many it has
     named(tuple(key for key, first, last in counted if first >= 0 and last is not None and last >= 0), None, what)
-    return found
+    return FrozenSettings(found)
 
 
 def _normalized_setting(setting: Any) -> Any:
@@ -121,7 +136,7 @@ def _normalized_setting(setting: Any) -> Any:
     values = dict(setting)
     if "heads" in values:
         values["heads"] = _normalized(values["heads"], "head")
-    return values
+    return FrozenSettings(values)
 
 
 def _with_string_keys(settings: Mapping[int | str, Any]) -> dict[str, Any]:
