@@ -92,6 +92,7 @@ def convert(
             f"a conversion measures the shipped tiles, which fit each device: leave out tile={settings.tile}"
         )
     place = check_device(device)
+    _check_measurable(settings, place)
     check_output(output)
     text, text_name = read_text(evidence.text)
     work = work_folder(output)
@@ -179,6 +180,14 @@ def _open(
         return source, AutoConfig.from_pretrained(place, gguf_file=packed)
     source = replace(source, others=tuple(one for one in source.others if not one.startswith(f"{FOLDER}/")))
     return source, AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+
+
+def _check_measurable(settings: MalaConfig, place: torch.device) -> None:
+    """Raise ``ValueError`` for settings that what measures them cannot run on this device."""
+    if settings.discovery == "int8" and place.type != "cuda":
+        raise ValueError(
+            f"discovery='int8' is measured on a GPU, and this is {place}: choose another --device, or --discovery auto"
+        )
 
 
 def _check_model(model_config: Any, settings: MalaConfig, trust_remote_code: bool) -> str:

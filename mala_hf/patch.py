@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -33,8 +34,8 @@ def patch_model(model: nn.Module, config: MalaConfig | None = None) -> nn.Module
         UserWarning: once for each family that :data:`mala_hf.families.FAMILIES` lacks.
 
     Raises:
-        ValueError: if the model computes its own attention, so that MALA would never run; for layers or heads that it lacks; for what
-            holds no Transformers model, or several.
+        ValueError: if the model computes its own attention, so that MALA would never run; for layers or heads that it lacks; for a
+            discovery that needs a GPU where the model can be on none; for what holds no Transformers model, or several.
 
     >>> _ = patch_model(model, MalaConfig(tau=1.0, layers={0: "sdpa"}))
     >>> model.config._attn_implementation, model.config.mala
@@ -50,6 +51,7 @@ def patch_model(model: nn.Module, config: MalaConfig | None = None) -> nn.Module
     key, text_config = _text_config(inner)
     _check_can_run(inner, text_config)
     _check_layers(config, text_config)
+    check_discovery(config, {parameter.device.type for parameter in inner.parameters()})
     if config.kernel is not None:
         load_kernel(config.kernel)
     warn_unless_tested(text_config)
@@ -68,6 +70,21 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         before.restore(inner)
         delattr(inner, _BEFORE)
     return model
+
+
+def check_discovery(config: MalaConfig, devices: set[str]) -> None:
+    """Raise ``ValueError`` where the settings' discovery cannot run on a model whose weights lie on these types of devices.
+
+    Weights on "meta" say nothing. Those on "cpu" may be moved to a GPU, by whoever shards them not before they are used; so they are
+    refused only where torch sees none.
+    """
+    lie = devices - {"meta"}
+    may_move = lie <= {"cpu"} and torch.cuda.is_available()
+    if config.discovery == "int8" and lie and "cuda" not in lie and not may_move:
+        raise ValueError(
+            f"discovery='int8' runs on a GPU, and the model lies on {', '.join(sorted(lie))}: choose MalaConfig(discovery='auto'), "
+            "which takes INT8 where it can and where it pays"
+        )
 
 
 @contextmanager

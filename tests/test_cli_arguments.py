@@ -74,6 +74,7 @@ WRONG = {
         (["OUT", "--device", "tpu9"], "got 'tpu9'"),
         (["OUT", "--tau", "-1"], "tau must be a finite number >= 0, got -1.0"),
         (["OUT", "--discovery", "quick"], "discovery must be one of auto, fused, int8, dense, got 'quick'"),
+        (["OUT", "--discovery", "int8", "--device", "cpu"], "discovery='int8' is measured on a GPU, and this is cpu"),
         (["OUT", "--search-tau", "--max-omitted-mass", "2"], "max_omitted_mass must be a share from 0 to 1"),
         (["OUT", "--max-ppl-increase", "1"], "is a budget of --search-tau"),
         (["OUT", "--length", "8"], "length must be at least 32 tokens, got 8"),

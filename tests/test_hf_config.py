@@ -15,6 +15,7 @@ from models import CACHE, SMALL_TILE, attention, logits, tiny, tokens
 import mala_hf
 from mala_hf import MalaConfig
 from mala_hf.ops import call_options, operators
+from mala_hf.patch import check_discovery
 
 pytestmark = pytest.mark.transformers
 
@@ -204,9 +205,47 @@ def test_steps_leave_no_tile_untested_unless_auto_may_choose(discovery, monkeypa
     assert ways == ({"dense"} if discovery == "auto" else {"fused"})
 
 
-def test_a_discovery_that_does_not_cover_a_layer_is_refused():
-    model = mala_hf.patch_model(tiny("llama"), MalaConfig(discovery="int8"))
-    with pytest.raises(ValueError, match="discovery='int8' does not cover impl='blockwise'"):
+@pytest.mark.parametrize("discovery", ["int8", "auto", "fused", "dense"])
+def test_a_discovery_that_no_device_here_can_run_is_refused_at_once(discovery, monkeypatch):
+    model, settings = tiny("llama"), MalaConfig(discovery=discovery)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if discovery == "int8":
+        with pytest.raises(ValueError, match=r"the model lies on cpu: choose MalaConfig\(discovery='auto'\)"):
+            mala_hf.patch_model(model, settings)
+        assert model.config._attn_implementation != "mala"
+    else:
+        mala_hf.patch_model(model, settings)
+    mala_hf.patch_model(model.to("meta"), settings)  # wherever its weights will be
+
+
+@pytest.mark.parametrize(
+    ("devices", "has_gpu", "runs"),
+    [
+        ("cpu", True, True),  # until it is moved
+        ("cuda", True, True),
+        ("cpu cuda", True, True),  # offloaded: they are moved when they are used
+        ("meta", False, True),
+        ("cpu meta", False, False),
+        ("mps", False, False),
+        ("xpu", True, False),
+    ],
+    ids=str,
+)
+def test_int8_is_refused_where_the_weights_can_be_on_no_gpu(devices, has_gpu, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    if runs:
+        check_discovery(MalaConfig(discovery="int8"), set(devices.split()))
+    else:
+        with pytest.raises(ValueError, match="int8"):
+            check_discovery(MalaConfig(discovery="int8"), set(devices.split()))
+
+
+def test_a_discovery_that_does_not_cover_a_layer_is_refused_with_the_way_out():
+    model = mala_hf.patch_model(tiny("llama"))
+    model.config.mala = {"discovery": "int8"}  # as a checkpoint is loaded
+    with pytest.raises(
+        ValueError, match=r"'int8' does not cover impl='blockwise' on cpu.*: use discovery='auto', which.*MalaConfig"
+    ):
         model(tokens(1, 8))
     model.config.mala = {"discovery": "fp8"}
     with pytest.raises(ValueError, match=r"config\.mala.*discovery"):

@@ -25,7 +25,7 @@ from .query_tile import Settings
 from .support_bits import support_shape
 from .support_reuse import is_reusing_support, record_support, records_support, replayed_support
 from .visibility import Sequences
-from .work import Choice, Work
+from .work import INSTEAD, Choice, Work
 
 MIN_RATIO_TO_OUT = 8  # bytes of out over those of a support that is saved without being asked for
 
@@ -92,7 +92,7 @@ def _choices(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[list[Choice],
         backend = dense_backend(q, k, v, call.settings)
         if backend is None:
             raise ValueError(
-                "discovery='dense': torch's cuDNN and FlashAttention kernels refuse this call or are switched off"
+                f"discovery='dense': torch's cuDNN and FlashAttention kernels refuse this call or are switched off: {INSTEAD}"
             )
         return [Choice("dense", f"asked for; {backend}")], backend
     may_be = call.may_be or (("fused", "int8") if call.discovery == "auto" else ())

@@ -13,7 +13,7 @@ from .checks import check_boundaries, check_flags, check_numbers
 from .query_tile import Settings
 from .tile_config import tile_config
 from .visibility import Sequences
-from .work import DISCOVERIES
+from .work import DISCOVERIES, INSTEAD
 
 
 def settings_of(q, v, tau, causal, softmax_scale, window, softcap, tile, seqlen_q, seqlen_k) -> Settings:
@@ -61,10 +61,10 @@ def discovery_of(
         raise ValueError(f"discovery must be 'auto', 'fused', 'int8' or 'dense', got {discovery!r}")
     if discovery == "dense":
         if not may_be_dense:
-            raise ValueError("discovery='dense' does not cover packed sequences and caches: use discovery='auto'")
+            raise ValueError(f"discovery='dense' does not cover packed sequences and caches: {INSTEAD}")
         return discovery
     uncovered = {
-        f"impl={impl!r}": impl != "triton",
+        f"impl={impl!r} on {q.device.type}": impl != "triton",
         f"{q.dtype} inputs": q.dtype not in (torch.float16, torch.bfloat16),
         "padded or packed sequences": sequences.bounds is not None,
         "a mask": mask is not None,
@@ -73,7 +73,7 @@ def discovery_of(
     }
     found = [name for name, is_there in uncovered.items() if is_there]
     if discovery == "int8" and found:
-        raise ValueError(f"discovery='int8' does not cover {', '.join(found)}: use discovery='auto'")
+        raise ValueError(f"discovery='int8' does not cover {', '.join(found)}: {INSTEAD}")
     return "fused" if found else discovery
 
 
@@ -91,7 +91,7 @@ def check_dense(uncovered: list[str], impl: str, save_support: Optional[bool], d
         *(["deterministic=True"] if deterministic else []),
     ]
     if found:
-        raise ValueError(f"discovery='dense' does not cover {', '.join(found)}: use discovery='auto'")
+        raise ValueError(f"discovery='dense' does not cover {', '.join(found)}: {INSTEAD}")
 
 
 def may_be_dense(
