@@ -38,6 +38,20 @@ def test_help_fits_on_one_screen(arguments, capsys, monkeypatch):
     assert 5 < len(capsys.readouterr().out.splitlines()) <= 25
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_every_option_and_what_it_means(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    listed = capsys.readouterr().out.split("\n\n", 2)[2]
+    (commands,) = build_parser()._subparsers._group_actions
+    options = [action for action in commands.choices[command]._actions if action.option_strings]
+    assert len(options) > 3
+    for option in options:
+        assert f" {option.option_strings[-1]} " in listed
+        assert option.help in " ".join(listed.split())
+
+
 def test_only_commands_that_exist_are_listed():
     listed = build_parser().format_help().split("COMMAND\n")[1]
     names = [line.split()[0] for line in listed.splitlines() if line.strip()]

@@ -14,10 +14,12 @@ def add(commands: Any) -> None:
     """Add the subcommand."""
     parser = add_command(commands, "convert", run, "the same weights with MALA's settings, measured before and after")
     parser.usage = "mala-hf convert CKPT OUT [options]"
-    parser.add_argument("checkpoint", metavar="CKPT", help="folder, Hub name, GGUF file, or smollm2")
-    parser.add_argument("output", metavar="OUT", help="new folder")
+    parser.add_argument("checkpoint", metavar="CKPT", help="folder, Hub name, GGUF or smollm2; OUT: new folder")
+    parser.add_argument("output", metavar="OUT", help=argparse.SUPPRESS)  # said above: a screen has 25 lines
     parser.add_argument("--tau", type=float, metavar="T", help="of all layers (default: 1)")
-    parser.add_argument("--discovery", default="auto", help=argparse.SUPPRESS)  # docs/convert.md: its help is full
+    parser.add_argument(
+        "--discovery", default="auto", metavar="WAY", help="how to find tiles: auto (default), fused, int8, dense"
+    )
     parser.add_argument("--search-tau", action="store_true", help="choose a tau for each layer under a budget:")
     parser.add_argument("--max-ppl-increase", type=float, metavar="X", help="nats per token (no budget named: 0.001)")
     parser.add_argument("--max-omitted-mass", type=float, metavar="X", help="mean of any layer, 0 to 1")
