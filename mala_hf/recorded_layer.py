@@ -38,7 +38,7 @@ class LayerWork:
         taus: {query head: its tau, None where it is dense}; without heads that another process has.
         is_whole: whether the heads are all of the layer's. False where processes share them and nobody knows which these are.
         impls, tiles: what ran; several tiles where prefill and decode use their own.
-        choices: {(way, reason): calls}: how its heads were computed, and why.
+        choices: {(way, reason): calls}: how its heads were computed, and why; calls of all processes, which each make theirs.
         support_bytes: the most that one forward kept of its retained tiles until backward.
         forwards: how often the layer ran; where several processes are put together, the most of any of them.
     """
