@@ -7,6 +7,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from .model_place import hub_answers
 from .quiet import quiet_data
 from .text import read_text
 
@@ -46,6 +47,10 @@ def read_dataset(name: str, limit: int | None = None) -> tuple[list[str], str]:
     place, config, split = [*(part or None for part in name.split(":", 2)), None, None][:3]
     if place is None:
         raise ValueError(f"a data set is NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got {name!r}")
+    if not Path(place).exists() and not hub_answers():  # else each file would be asked for again and again
+        raise OSError(
+            f"cannot load the data set {place}: the hub does not answer; without a network give a file or folder"
+        )
     try:
         with quiet_data(datasets):
             splits = datasets.load_dataset(place, config, streaming=True)

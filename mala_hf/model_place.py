@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +75,20 @@ def check_hub(name: str, file: str = CONFIG, revision: str | None = None) -> Non
         except HfHubHTTPError as error:
             if _is_about_the_name(error):
                 raise
+
+
+def hub_answers(seconds: float = 5) -> bool:
+    """Whether the hub can be reached; without waiting for the retries of a download."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    request = urllib.request.Request(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=seconds):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
 
 
 @contextmanager

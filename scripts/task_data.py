@@ -16,7 +16,7 @@ from typing import Any
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Kind
 
-from mala_hf.ruler.sources import hub_answers
+from mala_hf.model_place import hub_answers
 
 BUILDERS = ("json", "csv", "parquet", "text")  # read files that the task itself names
 

@@ -18,7 +18,7 @@ NAME = "organisation/model"
 COMMANDS = {
     "demo": ["demo", "--model"],
     "work": ["work", "--model"],
-    "ppl": ["ppl", "--model"],
+    "ppl": ["ppl", "--dataset", "org/data", "--model"],  # which is not asked for before the model
     "ruler": ["ruler", "--prepare", "--model"],
     "generate": ["generate", "--model"],
     "convert": ["convert"],

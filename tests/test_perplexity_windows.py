@@ -131,5 +131,15 @@ class TestDataSets:
             raise ConnectionError("Couldn't reach 'a/b' on the Hub")
 
         monkeypatch.setattr(datasets, "load_dataset", unreachable)
+        monkeypatch.setattr("mala_hf.documents.hub_answers", lambda: True)
         with pytest.raises(OSError, match=r"cannot load the data set a/b: Couldn't reach .* give a file or folder"):
+            read_dataset("a/b")
+
+    def test_a_hub_that_does_not_answer_is_asked_for_no_files(self, monkeypatch):
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr(datasets, "load_dataset", None)
+        monkeypatch.setattr("mala_hf.documents.hub_answers", lambda: False)
+        with pytest.raises(
+            OSError, match=r"cannot load the data set a/b: the hub does not answer; .* give a file or folder"
+        ):
             read_dataset("a/b")

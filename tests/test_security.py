@@ -32,7 +32,8 @@ FETCHES = {
     "mala_hf/convert_source.py": "a checkpoint that the user names",
     "mala_hf/documents.py": "a data set that the user names",
     "mala_hf/hub.py": "a kernel that the user names",
-    "mala_hf/ruler/sources.py": "three data sets without code; a HEAD request",
+    "mala_hf/model_place.py": "HEAD requests: does the hub answer, and has it the model that the user names",
+    "mala_hf/ruler/sources.py": "three data sets without code",
 }
 
 
@@ -128,6 +129,7 @@ def test_what_fetches_something_is_listed():
             "urlretrieve(",
             "snapshot_download(",
             "hf_hub_download(",
+            "get_hf_file_metadata(",
             "load_dataset(",
             '"download"',
             "get_kernel(",

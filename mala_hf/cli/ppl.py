@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> None:
     from ..documents import read_dataset, read_documents
     from ..implementations import implementations_of
     from ..info import device_name, versions
+    from ..model_place import check_model, check_tokenizer
     from ..perplexity import compare_implementations
     from ..rope_scaling import read_rope_scaling
     from ..windows import beginning_token, tokenize
@@ -59,6 +60,9 @@ def run(options: argparse.Namespace) -> None:
     check_place(options)
     implementations = implementations_of(options.implementations, options.taus)
     scaling, dtype = read_rope_scaling(options.rope_scaling), dtype_of(options.dtype)
+    for name, check in ((options.model, check_model), (options.tokenizer, check_tokenizer)):
+        if name is not None:
+            check(name)
     if options.dataset is not None:
         documents, text_name = read_dataset(options.dataset, options.documents)
     else:

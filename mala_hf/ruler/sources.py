@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..model_place import hub_answers
 from ..quiet import quiet_data
 from . import substitutes
 from .corpora import Corpora, punkt_sentences, split_at_punctuation, words_of
@@ -85,20 +83,6 @@ def corpus_of(task: str) -> str | None:
     """Return the corpus that a task cannot be drawn without."""
     options: dict[str, Any] = getattr(TASKS[task].draw, "keywords", {})
     return "essays" if options.get("haystack") == "essay" else options.get("corpus")
-
-
-def hub_answers(seconds: float = 5) -> bool:
-    """Whether the hub can be reached; without waiting for the retries of a download."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return False
-    request = urllib.request.Request(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), method="HEAD")
-    try:
-        with urllib.request.urlopen(request, timeout=seconds):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
 
 
 def from_folder(folder: Path) -> dict[str, Any]:
