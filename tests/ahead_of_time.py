@@ -35,7 +35,9 @@ class Launch:
     target: str
     head_dim: int
     dtype: str = "bfloat16"
-    phase: str = "prefill"  # or "decode", one of DECODE_FORMS, "backward", "backward with support", "discover", "look"
+    phase: str = (
+        "prefill"  # or "decode", one of DECODE_FORMS, "backward", "backward with support", "discover", "look", "walk"
+    )
     use_tma: bool = False
     use_hopper: bool = False
     v_head_dim: int = -1  # -1: head_dim
@@ -211,6 +213,9 @@ def _run(launch: Launch) -> None:
             if launch.phase == "discover":
                 discover.launch_discover(q, k, settings, sequences, use_hopper=launch.use_hopper)
                 continue
+            candidates = None
+            if launch.phase == "walk":
+                candidates = empty_support(2, launch.num_heads, sequences.tile_grid(tile), q.device)
             forward.launch_forward(
                 q,
                 k,
@@ -219,10 +224,11 @@ def _run(launch: Launch) -> None:
                 sequences,
                 sinks,
                 mask,
-                return_work=launch.features or launch.mask,
+                return_work=(launch.features or launch.mask) and candidates is None,
                 save_support=launch.features or launch.mask,
                 use_tma=launch.use_tma,
                 use_hopper=launch.use_hopper,
+                candidates=candidates,
             )
 
 

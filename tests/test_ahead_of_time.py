@@ -51,6 +51,8 @@ HOPPER = [
     *(Launch("cuda:90", head_dim, use_hopper=True) for head_dim in PREFILL_16BIT),
     *(Launch("cuda:90", head_dim, use_hopper=True, features=True) for head_dim in (64, 128)),
     *(Launch("cuda:90", head_dim, use_hopper=True, taus=(0.0,)) for head_dim in (64, 128)),
+    *(Launch("cuda:90", head_dim, phase="walk", use_hopper=True) for head_dim in PREFILL_16BIT),
+    Launch("cuda:90", 128, phase="walk", use_hopper=True, features=True),
     Launch("cuda:90", 72, "float16", use_hopper=True),
     Launch("cuda:90", 192, v_head_dim=128, use_hopper=True),
 ]
@@ -61,6 +63,7 @@ VARIANTS = [
     Launch("cuda:80", 128, mask=True),
     Launch("cuda:90", 64, mask=True, use_tma=True),
     Launch("cuda:90", 128),
+    Launch("cuda:90", 128, phase="walk", use_tma=True),
     Launch("cuda:90", 128, phase="decode"),
     Launch("cuda:80", 72, "float16"),
     Launch("cuda:90", 192, v_head_dim=128, use_tma=True),

@@ -75,8 +75,12 @@ HOPPER += [case.with_(tau=0.0) for case in HOPPER]  # without a report of work: 
 
 @pytest.mark.skipif(not is_hopper(), reason="the Hopper kernel needs compute capability 9.0 and Triton 3.6")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("prefetches", [False, True])
 @pytest.mark.parametrize("case", HOPPER, ids=ids(HOPPER))
-def test_the_hopper_kernel_gives_the_rules_values_and_the_portable_kernels_tiles(case, dtype, device, monkeypatch):
+def test_the_hopper_kernel_gives_the_rules_values_and_the_portable_kernels_tiles(
+    case, prefetches, dtype, device, monkeypatch
+):
+    monkeypatch.setattr(importlib.import_module("mala_hf.ops.forward_hopper_launch"), "PREFETCHES_VALUES", prefetches)
     call = build(case, dtype, device)
     out, lse, work = run_with(monkeypatch, call, use_hopper=True)
     check_forward(call, out, lse, work)

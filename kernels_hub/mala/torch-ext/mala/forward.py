@@ -85,16 +85,30 @@ def launch_forward(
 
     if walked is not None and use_tma is None:
         # a descriptor reads on into the next sequence, where anything may lie
-        use_hopper, use_tma = False, sequences.bounds is None and has_tma(k) and has_tma(v)
-    if use_hopper is not False and HAS_GLUON_FOR_HOPPER and nvidia_major(q.device) == 9:
+        use_tma = sequences.bounds is None and has_tma(k) and has_tma(v)
+    has_hopper = HAS_GLUON_FOR_HOPPER and nvidia_major(q.device) == 9
+    if use_hopper and not has_hopper:
+        raise ValueError("the Hopper kernel needs compute capability 9.0 and triton 3.6 or newer")
+    if use_hopper is not False and has_hopper:
         from . import forward_hopper_launch
 
-        use_hopper = use_hopper or forward_hopper_launch.supports(q, k, v, sequences, mask, config)
-    elif use_hopper:
-        raise ValueError("the Hopper kernel needs compute capability 9.0 and triton 3.6 or newer")
+        is_covered = walked is None or (forward_hopper_launch.WALKS_CANDIDATES and not is_known)
+        use_hopper = use_hopper or (is_covered and forward_hopper_launch.supports(q, k, v, sequences, mask, config))
     if use_hopper:
         forward_hopper_launch.launch_forward_hopper(
-            q, k, v, out, lse, tiles, certificate, support, settings, sequences, sinks, config
+            q,
+            k,
+            v,
+            out,
+            lse,
+            tiles,
+            certificate,
+            None if is_known else support,
+            walked,
+            settings,
+            sequences,
+            sinks,
+            config,
         )
         return out, lse, tiles, certificate, support
     if use_tma is None:

@@ -4,7 +4,8 @@
 In portable Triton all warps of a program wait for a score product, judge it and vote together, and the tensor cores idle
 meanwhile. Here each of two warpgroups owns a query tile of BLOCK_M rows and votes alone: while one judges, the other's product
 runs, and one vote settles two key tiles where both are skipped. A third warp brings key tiles through a ring of STAGES buffers; a
-value tile is fetched by the warpgroup that retains it. With CAN_SKIP False there is no vote (``forward_hopper_all.py``).
+value tile is fetched by the warpgroup that retains it. With CAN_SKIP False there is no vote (``forward_hopper_all.py``), with IS_WALK
+candidates alone are visited (``hopper_walk.py``).
 Same tiles, same order and same rule functions as ``forward_kernel.py``, hence the same retained set.
 
 ``forward_hopper_launch.py`` says which calls it covers; the portable kernel takes all others.
@@ -16,12 +17,13 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from .forward_hopper_all import attend_all_tiles
-from .hopper_steps import LOG2_E, is_any, is_tile_retained, judge, load_tiles, start_scores
-from .rule import FORWARD_SLACK, limit_of, log2_threshold, online_softmax_step, reaches_limit
-from .support import set_bit
+from .hopper_allocate import allocate, drop_values
+from .hopper_steps import LOG2_E, is_any, judge, start_scores
+from .hopper_walk import NUMBER, count_candidates, load_visited, visited_tile
+from .rule import log2_threshold, reaches_limit
 
 LN_2 = gl.constexpr(math.log(2.0))
 # fmt: off
@@ -35,61 +37,17 @@ RUNTIME_VALUES = [
 
 
 @gluon.jit
-def _allocate(scores, tile_max, index, q_tile_exists, v_desc, v_smem, v_ready, v_loads, batch, kv_head, tiles_base, support_base,
-              position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k, window_left, window_right,
-              scale_log2, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, v_layout: gl.constexpr, HAS_LEFT: gl.constexpr,
-              HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr):  # fmt: skip
-    """The rule's step for one scored tile, as in ``tile_steps.py``."""
-    acc_layout: gl.constexpr = acc.type.layout
-    start_n = index * BLOCK_N
-    to_log2 = scale_log2
-    if HAS_SOFTCAP:
-        to_log2 = 1.0
-    retained = is_tile_retained(tile_max, limit)
-    if RETURN_WORK:
-        visible = is_any(tile_max != float("-inf"))
-        code = (1 + retained.to(gl.int32)) * visible.to(gl.int32)
-        gl.store(tiles_base + index, code.to(gl.int8), mask=q_tile_exists)
-    if retained:
-        mbarrier.expect(v_ready, v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n, 0], v_ready, v_smem)
-        p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, True)
-        limit = limit_of(row_max + gl.log2(row_sum), threshold_log2, row_exists, FORWARD_SLACK)
-        p = gl.convert_layout(p.to(v_desc.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-        acc *= gl.convert_layout(decay, gl.SliceLayout(1, acc_layout))[:, None]
-        mbarrier.wait(v_ready, v_loads & 1)
-        v_tile = v_smem._reinterpret(v_desc.dtype, [BLOCK_N, BLOCK_DV], v_layout)
-        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v_tile, acc, is_async=True)])
-        v_loads += 1
-        if SAVE_SUPPORT:
-            set_bit(support_base, index, q_tile_exists)
-        if RETURN_WORK:
-            omitted *= decay
-    else:
-        if RETURN_WORK:
-            low = gl.zeros_like(position)
-            high = low + seqlen_k
-            if HAS_LEFT:
-                low = gl.maximum(low, position - window_left)
-            if HAS_RIGHT:
-                high = gl.minimum(high, position + window_right + 1)
-            inside = gl.minimum(high, start_n + BLOCK_N) - gl.maximum(low, start_n)
-            contribution = gl.exp2(tile_max - gl.where(row_max == float("-inf"), 0.0, row_max))
-            omitted += gl.where(inside > 0, inside * contribution, 0.0)
-    return v_loads, row_max, row_sum, acc, limit, omitted
-
-
-@gluon.jit
 def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-                 q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
+                 q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free, indices,
                  stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
                  batch, head, kv_head, q_tile_index, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
                  window_left, window_right, scale_log2, softcap_log2, tau,
                  V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                  BLOCK_DV: gl.constexpr, STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr,
                  HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr,
-                 SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr):  # fmt: skip
-    """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first."""
+                 SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
+                 PREFETCH: gl.constexpr):  # fmt: skip
+    """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first, or ``last`` candidates."""
     dtype: gl.constexpr = k_ring.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -142,23 +100,32 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
     q_smem = q_smem._reinterpret(dtype, [BLOCK_M, BLOCK_D], q_layout)
     if CAN_SKIP:
         v_smem = v_buffers.index(warpgroup)
+        is_early = False
         count = last - first
         if count % 2 == 1:
             near = start_scores(q_smem, k_ring, k_ready, zeros, 0, STAGES, BLOCK_N, BLOCK_D, k_layout)
+            index = visited_tile(indices, 0, last, STAGES, IS_WALK)
+            next_index = -1
+            if count > 1 and not IS_WALK:
+                next_index = index - 1
             near = warpgroup_mma_wait(0, deps=[near])
             mbarrier.arrive(k_free.index(0), count=1)
             near, near_max = judge(
-                near, last - 1, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+                near, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
                 softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
-            v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
-                near, near_max, last - 1, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
-                tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
-                window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
-                SAVE_SUPPORT)  # fmt: skip
+            v_loads, is_early, row_max, row_sum, acc, limit, omitted = allocate(
+                near, near_max, index, next_index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, is_early,
+                batch, kv_head, tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit,
+                omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+                RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
         for tile in range(count % 2, count, 2):
             near = start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
             far = start_scores(q_smem, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
-            index = last - 1 - tile
+            index = visited_tile(indices, tile, last, STAGES, IS_WALK)
+            far_index = visited_tile(indices, tile + 1, last, STAGES, IS_WALK)
+            next_index = -1
+            if tile + 2 < count and not IS_WALK:
+                next_index = far_index - 1
             near = warpgroup_mma_wait(1, deps=[near])
             mbarrier.arrive(k_free.index(tile % STAGES), count=1)
             near, near_max = judge(
@@ -167,20 +134,25 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
             far = warpgroup_mma_wait(0, deps=[far])
             mbarrier.arrive(k_free.index((tile + 1) % STAGES), count=1)
             far, far_max = judge(
-                far, index - 1, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+                far, far_index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
                 softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
             # where both are skipped the limit stands still between them, so one vote settles both
-            if is_any(reaches_limit(near_max, limit) | reaches_limit(far_max, limit)) | RETURN_WORK:
-                v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
-                    near, near_max, index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
-                    tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
-                    window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
-                    SAVE_SUPPORT)  # fmt: skip
-                v_loads, row_max, row_sum, acc, limit, omitted = _allocate(
-                    far, far_max, index - 1, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, batch, kv_head,
-                    tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted, seqlen_k,
-                    window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
-                    SAVE_SUPPORT)  # fmt: skip
+            may_retain = is_early
+            if not is_early:
+                may_retain = is_any(reaches_limit(near_max, limit) | reaches_limit(far_max, limit))
+            if may_retain | RETURN_WORK:
+                v_loads, is_early, row_max, row_sum, acc, limit, omitted = allocate(
+                    near, near_max, index, far_index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, is_early,
+                    batch, kv_head, tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit,
+                    omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
+                    HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
+                v_loads, is_early, row_max, row_sum, acc, limit, omitted = allocate(
+                    far, far_max, far_index, next_index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, is_early,
+                    batch, kv_head, tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit,
+                    omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
+                    HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
+        if PREFETCH:
+            drop_values(v_ready.index(warpgroup), v_loads, is_early)
     else:
         row_max, row_sum, acc = attend_all_tiles(
             q_smem, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, first, last, gl.min(row_low, 0), gl.max(row_high, 0),
@@ -215,12 +187,13 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
 
 @gluon.jit(do_not_specialize=RUNTIME_VALUES)
 def mala_forward_hopper_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr, candidates_ptr,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
     q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, num_kv_groups, window_left, window_right, scale_log2, softcap_log2, tau,
     V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """Two neighbouring query tiles of one head; seqlen_q counts rows from q_begin, the first row that sees a key."""
     program = gl.program_id(0)
@@ -239,6 +212,11 @@ def mala_forward_hopper_kernel(
         high = gl.minimum(last_position + window_right + 1, seqlen_k)
     first = low // BLOCK_N
     last = gl.cdiv(gl.maximum(high, 0), BLOCK_N)
+    near_exists = pair * 2 + 1 < num_q_tiles
+    first_word = ((batch.to(gl.int64) * num_heads + head) * support_rows + pair * 2) * support_words
+    if IS_WALK:
+        first = 0
+        last = count_candidates(candidates_ptr + first_word, support_words, near_exists, 4)
 
     dtype: gl.constexpr = k_desc.dtype
     q_block = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -249,6 +227,7 @@ def mala_forward_hopper_kernel(
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    indices = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=2)
@@ -261,21 +240,21 @@ def mala_forward_hopper_kernel(
     far: gl.constexpr = 0
     gl.warp_specialize([
         (_attend_rows, (near, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
+                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free, indices,
                         stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
                         support_rows, support_words, batch, head, kv_head, pair * 2 + 1,
                         first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, window_left,
                         window_right, scale_log2, softcap_log2, tau,
                         V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
-                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP)),
+                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH)),
         (_attend_rows, (far, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
+                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free, indices,
                         stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
                         support_rows, support_words, batch, head, kv_head, pair * 2,
                         first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, window_left,
                         window_right, scale_log2, softcap_log2, tau,
                         V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
-                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP)),
-        (load_tiles, (k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, batch, kv_head, first, last, STAGES,
-                      BLOCK_N, CAN_SKIP)),
-    ], [4, 1], [240, 24])  # fmt: skip
+                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH)),
+        (load_visited, (k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, indices, candidates_ptr, first_word,
+                        support_words, near_exists, batch, kv_head, first, last, STAGES, BLOCK_N, CAN_SKIP, IS_WALK)),
+    ], [4, 1], [232, 40] if IS_WALK else [240, 24])  # fmt: skip

@@ -20,6 +20,9 @@ from .visibility import Sequences
 
 MAX_SHARED_BYTES = 227 * 1024
 ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
+# compiled and reasoned about, but not measured on a GPU yet; so the kernels that were measured stay
+WALKS_CANDIDATES = False  # INT8 discovery's candidates by this kernel, which reads their keys once for two query tiles
+PREFETCHES_VALUES = False  # those of the next tile after a tile that is retained
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Optional[Tensor], config: TileConfig) -> bool:
@@ -60,12 +63,13 @@ def launch_forward_hopper(
     tiles: Optional[Tensor],
     certificate: Optional[Tensor],
     support: Optional[Tensor],
+    candidates: Optional[Tensor],
     settings: Settings,
     sequences: Sequences,
     sinks: Optional[Tensor],
     config: TileConfig,
 ) -> None:
-    """Fill out, lse and, where given, tiles, certificate and support; shapes as in ``forward.launch_forward``."""
+    """Fill out, lse and, where given, tiles, certificate and support; shapes and ``candidates`` as in ``forward.launch_forward``."""
     block_m, block_n = config.tile
     block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
     stages = max(n for n in (2, 3, 4) if n == 2 or _shared_bytes(q, v, config, n) <= MAX_SHARED_BYTES)
@@ -85,10 +89,11 @@ def launch_forward_hopper(
             tiles,
             certificate,
             support,
+            candidates,
             *(stride // unit for stride in out.stride()[:3]),
             *lse.stride()[:2],
             *((0, 0, 0) if tiles is None else tiles.stride()[:3]),
-            *((0, 0) if support is None else support.shape[2:]),
+            *next((x.shape[2:] for x in (support, candidates) if x is not None), (0, 0)),
             q_begin,
             q_end - q_begin,
             seqlen_k,
@@ -113,6 +118,8 @@ def launch_forward_hopper(
             HAS_SINKS=sinks is not None,
             RETURN_WORK=tiles is not None,
             SAVE_SUPPORT=support is not None,
-            CAN_SKIP=settings.tau > 0 or tiles is not None or support is not None,
+            CAN_SKIP=settings.tau > 0 or any(x is not None for x in (tiles, support, candidates)),
+            IS_WALK=candidates is not None,
+            PREFETCH=PREFETCHES_VALUES,
             num_warps=4,
         )

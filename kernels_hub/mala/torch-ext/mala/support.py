@@ -19,14 +19,20 @@ def set_bit(words, index, mask):
 
 
 @triton.jit
+def count_bits(words):
+    """How many bits are set in all of the words."""
+    counts = words - ((words >> 1) & 0x55555555)  # bits of each pair, then of each four, then of each byte
+    counts = (counts & 0x33333333) + ((counts >> 2) & 0x33333333)
+    counts = (counts + (counts >> 4)) & 0x0F0F0F0F
+    return tl.sum((counts * 0x01010101) >> 24, 0)
+
+
+@triton.jit
 def load_words(row, chunk, num_words):
     """(WORDS,) words of a row from word ``chunk * WORDS`` on, and how many bits are set in them."""
     offset = chunk * WORDS + tl.arange(0, WORDS)
     words = tl.load(row + offset, mask=offset < num_words, other=0)
-    counts = words - ((words >> 1) & 0x55555555)  # bits of each pair, then of each four, then of each byte
-    counts = (counts & 0x33333333) + ((counts >> 2) & 0x33333333)
-    counts = (counts + (counts >> 4)) & 0x0F0F0F0F
-    return words, tl.sum((counts * 0x01010101) >> 24, 0)
+    return words, count_bits(words)
 
 
 @triton.jit
@@ -47,9 +53,8 @@ def next_bit(words, place, word):
 
 
 @triton.jit
-def previous_bit(words, place, word):
-    """As :func:`next_bit` from the highest bit down; it starts with place = WORDS, word = 0."""
-    lanes = tl.arange(0, WORDS)
+def previous_bit(words, lanes, place, word):
+    """As :func:`next_bit` from the highest bit down; it starts with place = WORDS, word = 0. ``lanes``: 0 to WORDS - 1."""
     earlier = tl.max(tl.where((words != 0) & (lanes < place), lanes, -1), 0)
     place = tl.where(word == 0, earlier, place)
     word = tl.where(word == 0, tl.sum(tl.where(lanes == earlier, words, 0), 0), word)
