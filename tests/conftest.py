@@ -30,6 +30,14 @@ def device() -> str:
     return "cuda" if HAS_GPU else "cpu"
 
 
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> None:
+    """No test goes the way of another one's calls."""
+    from mala_hf.ops.choice_memory import memory
+
+    memory.clear()
+
+
 @pytest.fixture(scope="session")
 def hub_kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Kernel Hub artifact, built once per process: a folder with ``build`` and ``benchmarks``, as the Hub's version branch has."""

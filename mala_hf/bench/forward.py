@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..ops import mala_attn_func
+from ..ops.choice_memory import memory as remembered
 from ..ops.discover_choice import choose
 from ..ops.query_tile import Settings
 from ..ops.visibility import fixed_sequences
@@ -72,9 +73,9 @@ def measure_forward(
 
 
 def choices_for(inputs: Inputs, tile: tuple[int, int]) -> list[str]:
-    """What discovery="auto" does with these inputs in an eager call, and why."""
+    """What discovery="auto" does with these inputs in an eager call after others like it, and why."""
     length, head_dim = inputs.q.shape[1], inputs.q.shape[3]
     settings = Settings(1.0, head_dim**-0.5, (-1, 0), 0.0, tile)
     may_be = ("fused", "int8", "dense") if inputs.q.is_cuda else ("fused",)
     sequences = fixed_sequences(inputs.q.shape[0], length, length, 0)
-    return [str(choice) for choice in choose(inputs.q, inputs.k, settings, sequences, may_be)]
+    return [str(choice) for choice in choose(inputs.q, inputs.k, settings, sequences, may_be, remembered)]

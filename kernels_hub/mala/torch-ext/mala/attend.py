@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import operators
+from .choice_memory import memory, remembers
 from .dense import (
     NAMES,
     OWN,
@@ -104,7 +105,7 @@ def _choices(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[list[Choice],
     if "dense" in may_be and not is_compiling:
         backend = None if is_reusing_support() else dense_backend(q, k, v, call.settings)
         may_be = may_be if backend else tuple(way for way in may_be if way != "dense")
-    choices = choose(q, k, call.settings, call.sequences, may_be)
+    choices = choose(q, k, call.settings, call.sequences, may_be, memory if remembers(q, k, v) else None)
     return [_as_it_runs(choice, call) for choice in choices], backend
 
 

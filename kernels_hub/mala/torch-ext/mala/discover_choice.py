@@ -2,23 +2,28 @@
 """Which way a call takes where it may choose: the fused kernel, discovery in INT8, or torch's dense kernels; and why.
 
 All satisfy the rule. "fused" and "int8" give the same bits; "dense" retains every tile, so its bits are those of full attention.
-Lengths decide first. A long call is looked at (``discover_probe.py``), which waits for the device once; where that is impossible,
-under a compiler and in a CUDA graph, lengths decide alone. Nothing is remembered here: the same call always gets the same way;
-which kernel a dense one runs is the business of ``cudnn_plans.py``.
+Lengths decide first. A long call is looked at (``discover_probe.py``), which waits for the device once. A shorter one goes the way that
+a look at an earlier one found (``choice_memory.py``), and so does one in a CUDA graph, which cannot wait; where nothing is
+remembered, and under a compiler, lengths decide alone. Which kernel a dense call runs is the business of ``cudnn_plans.py``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Optional
+
 import torch
 from torch import Tensor
 
+from .choice_memory import ChoiceMemory, memory_key
+from .cudnn_plans import is_capturing
 from .query_tile import Settings
 from .visibility import Sequences
 from .work import Choice
 
 # measured on an H200 (docs/performance.md); elsewhere nothing is known, so only lengths are looked at
 SHORT = 2048  # keys; below, nothing that can be skipped pays for looking at it
-MIN_LOOK = 16384  # queries and keys; below, the look takes longer than it could save
+MIN_LOOK = 16384  # queries and keys; below, a look at each call takes longer than it could save
 INT8_HEAD_DIM = 128
 MAX_INT8_FRACTION = 0.05  # of the tiles, retained: beyond, walking the candidates costs more than INT8 scores save
 MAX_FUSED_FRACTION = 0.6  # beyond, a dense kernel is faster
@@ -30,8 +35,18 @@ def is_measured(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def choose(q: Tensor, k: Tensor, settings: Settings, sequences: Sequences, may_be: tuple[str, ...]) -> list[Choice]:
-    """The way of each KV head, of those in ``may_be`` ("fused" always is). Waits for the device where it looks at scores."""
+def choose(
+    q: Tensor,
+    k: Tensor,
+    settings: Settings,
+    sequences: Sequences,
+    may_be: tuple[str, ...],
+    memory: Optional[ChoiceMemory] = None,
+) -> list[Choice]:
+    """The way of each KV head, of those in ``may_be`` ("fused" always is). Waits for the device where it looks at scores.
+
+    ``memory``: None where nothing may be remembered, so that the same call always gets the same way.
+    """
     if "dense" in may_be and settings.tau == 0:
         return [Choice("dense", "tau = 0 retains every tile")]
     if "dense" in may_be and sequences.max_seqlen_k < SHORT:
@@ -41,21 +56,32 @@ def choose(q: Tensor, k: Tensor, settings: Settings, sequences: Sequences, may_b
     if torch.compiler.is_compiling():
         return [Choice("fused", "a compiled graph cannot look at scores before it chooses")]
     shortest = min(sequences.max_seqlen_q, sequences.max_seqlen_k)
-    if shortest < MIN_LOOK:
+    is_short = shortest < MIN_LOOK
+    if is_short and (memory is None or "dense" not in may_be or shortest < SHORT):
         return [
             Choice("fused", f"{SHORT:,} keys or more, fewer than {MIN_LOOK:,}, where a look costs more than it saves")
         ]
     if not is_measured(q.device):
         return [Choice("fused", "nothing else was measured on this device")]
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    key = memory_key(q, k, settings, sequences, may_be)
+    if memory is not None and (is_short or is_capturing()):
+        remembered = memory.recall(key, counts=not is_capturing())
+        if remembered is not None and (len(remembered) == 1 or not is_capturing()):  # taking heads apart needs the host
+            return [replace(choice, reason=f"{choice.reason}, in an earlier call") for choice in remembered]
+    if is_capturing():
         return [Choice("fused", "a CUDA graph cannot look at scores before it chooses")]
     if q.shape[-1] != INT8_HEAD_DIM:
         may_be = tuple(way for way in may_be if way != "int8")
         if may_be == ("fused",):
             return [Choice("fused", f"INT8 discovery was measured at head_dim {INT8_HEAD_DIM} only")]
+    if is_short:
+        may_be = tuple(way for way in may_be if way != "int8")
     from .discover_probe import sampled_counts  # triton is needed only here
 
-    return choose_by_counts(sampled_counts(q, k, settings, sequences).tolist(), shortest, may_be)
+    choices = choose_by_counts(sampled_counts(q, k, settings, sequences).tolist(), shortest, may_be)
+    if memory is not None:
+        memory.store(key, choices)
+    return choices
 
 
 def choose_by_counts(counts: list[list[int]], shortest: int, may_be: tuple[str, ...]) -> list[Choice]:

@@ -10,12 +10,14 @@ A model's settings are the plain dict ``config.mala``: {"tau": 1.0, "layers": {"
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Callable, Optional
 
 import torch
 from torch import Tensor
 
+from .choice_memory import asked_by
 from .decode_choice import MAX_TOKENS
 from .hf_dense import dense_attention
 from .hf_heads import HeadGroup, HeadWork, head_groups, head_share, put_together
@@ -144,7 +146,8 @@ def _of_group(
     if settings.discovery != "auto":
         is_decode = q.shape[1] <= MAX_TOKENS and q.shape[1] < k.shape[1]
         options["discovery"] = "fused" if is_decode else settings.discovery  # a decode tests its tiles in one way
-    result = _mala(q, k, v, visible, options)
+    with nullcontext() if torch.compiler.is_compiling() else asked_by(module):
+        result = _mala(q, k, v, visible, options)
     return result if options["return_work"] else (result, None)
 
 

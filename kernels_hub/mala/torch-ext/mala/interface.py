@@ -78,7 +78,9 @@ def mala_attn_func(
             satisfies the rule trivially, every tile retained and nothing omitted; its bits, and those of its gradients, are full
             attention's. "auto" decides, and ``Work.choices`` says what and why: on a GPU, dense below 2,048 keys and at tau = 0; from
             16,384 tokens on (Hopper) what a sample of the rows asks for, which waits for the device: int8, fused, or dense, from
-            32,768 tokens on each KV head for itself; fused otherwise. Under a compiler and in a CUDA graph lengths alone decide.
+            32,768 tokens on each KV head for itself; between them every 61st call of a layer and length is looked at, and the others
+            go its way, fused or dense, where no gradient is taken (so there the bits depend on earlier calls); fused otherwise. A
+            CUDA graph goes the way that was remembered when it was recorded; under a compiler lengths alone decide.
             Dense is then cuDNN where a shape has earned the plan that cuDNN builds for it, else MALA's own kernel with tau = 0.
             It is chosen only where nothing else was asked for: impl="auto", no tile, no save_support=True, no deterministic=True
             (nor torch.use_deterministic_algorithms), no window, softcap, sinks, masks or padding.
