@@ -8,6 +8,7 @@ a process of its own: under TRITON_INTERPRET, which the other tests need, triton
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -63,13 +64,18 @@ class Launch:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one compiled kernel takes. ``spilled_bytes`` per thread and ``registers`` are None where the tool is not at hand."""
+    """What one compiled kernel takes. ``spilled_bytes`` per thread and ``registers`` are None where the tool is not at hand.
+
+    ``is_serialised``: its assembler found a matrix product whose numbers are read before it must have ended, and made each wait for the
+    one before: nothing runs beside a product then.
+    """
 
     kernel: str
     shared_bytes: int
     num_warps: int
     registers: int | None = None
     spilled_bytes: int | None = None
+    is_serialised: bool = False
 
 
 def findings(launches: list[Launch], compile_kernels: bool = True) -> list[list[dict]]:
@@ -114,7 +120,12 @@ class _Warmup:
         self.kernel, self.compiled = kernel, compiled
 
     def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.compiled.append(self.kernel.warmup(*args, grid=grid, **kwargs))
+        def compile_for(*args, **kwargs) -> None:
+            with contextlib.redirect_stdout(io.StringIO()) as log:  # the assembler's
+                kernel = self.kernel.warmup(*args, grid=grid, **kwargs)
+            self.compiled.append((kernel, "wgmma.mma_async instructions are serialized" in log.getvalue()))
+
+        return compile_for
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -131,10 +142,10 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
-def _found(kernel) -> Finding:
+def _found(kernel, is_serialised: bool) -> Finding:
     cubin, name = kernel.asm.get("cubin"), kernel.metadata.name
     if cubin is not None:
-        return Finding(name, kernel.metadata.shared, kernel.metadata.num_warps, *_resources(cubin))
+        return Finding(name, kernel.metadata.shared, kernel.metadata.num_warps, *_resources(cubin), is_serialised)
     assembly = kernel.asm["amdgcn"]
     scratch = re.search(r"ScratchSize: (\d+)", assembly)
     registers = re.search(r"NumVgprs: (\d+)", assembly)
@@ -272,6 +283,7 @@ def main(mode: str) -> None:
     from mala import backward, decode, forward
 
     torch.cuda.device = contextlib.nullcontext  # tensors are on the CPU
+    triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True  # no log comes from a cache
     answers = []
     for request in json.load(sys.stdin):
         request |= {"seqlens_k": tuple(request["seqlens_k"]), "taus": tuple(request["taus"])}
@@ -298,7 +310,7 @@ def main(mode: str) -> None:
         _run(launch)
         for module, name, kernel in originals:
             setattr(module, name, kernel)
-        answers.append(list(keys) if mode == "count" else [asdict(_found(kernel)) for kernel in compiled])
+        answers.append(list(keys) if mode == "count" else [asdict(_found(*kernel)) for kernel in compiled])
     print(json.dumps(answers))
 
 

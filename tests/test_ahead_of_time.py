@@ -84,7 +84,7 @@ DECODE = {
             (64, "bfloat16", True), (128, "bfloat16", False), (256, "bfloat16", False), (128, "float32", False)
         )
         for phase in DECODE_FORMS
-    ]
+    ] + [Launch(target, 128, phase="decode in splits", taus=(0.0,))]
     for target in SHARED_LIMIT_BYTES
 }  # fmt: skip
 # the backward's support, delta, dq, and dk with dv; discovery's keys, rows and pass; a decode's plane, passes and sum
@@ -115,6 +115,8 @@ def _complaints(launch: Launch, kernels: list[dict]) -> list[str]:
         name = f"{launch.id} {found.kernel}"
         if found.shared_bytes > ALL_LIMIT_BYTES[launch.target]:
             complaints.append(f"{name} takes {found.shared_bytes} bytes of shared memory")
+        if found.is_serialised:
+            complaints.append(f"{name}: its matrix products wait for one another")
         limit = MASK_SPILL_LIMIT_BYTES if launch.mask else SPILL_LIMIT_BYTES[launch.dtype]
         if (launch.target, launch.dtype, launch.head_dim) == ("cuda:90", "float32", 256):
             limit = LARGEST_FLOAT32_SPILL_LIMIT_BYTES

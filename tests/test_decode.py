@@ -39,6 +39,8 @@ CASES = [
     DECODE.with_(head_dim=128, seqlen_k=200),
     DECODE.with_(strided=True, batch=2),
     DECODE.with_(tau=0.0),
+    DECODE.with_(tau=0.0, layout="padded", batch=3, seqlen_q=12),
+    DECODE.with_(tau=0.0, sinks="learned", window=(60, -1)),
     DECODE.with_(tau=30.0, seqlen_q=3),
     *(DECODE.with_(family=family, seqlen_q=2) for family in FAMILIES if family != "peaked"),
 ]

@@ -172,7 +172,8 @@ def launch_decode(
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         grid = (groups, num_splits)
         if form == "split":
-            ATTEND_SPLIT.launch(grid, key, {**scored, **attended})
+            can_skip = settings.tau > 0 or return_work
+            ATTEND_SPLIT.launch(grid, key, {**scored, **attended, "CAN_SKIP": can_skip})
         else:
             from_plane = key_plane is not None
             keep_p = keep_p and not from_plane

@@ -30,9 +30,12 @@ def attend_split_kernel(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr,
+    RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr, CAN_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """The rule over one split's tiles, last to first. tau / L_q counts the full context."""
+    """The rule over one split's tiles, last to first. tau / L_q counts the full context.
+
+    With CAN_SKIP False (tau = 0, no report) there is no vote, and values are loaded ahead of time as keys are.
+    """
     group = tl.program_id(0)
     q_tile, kv_head, sequence, q_begin, k_begin, seqlen_q, seqlen_k = decode_place(
         group, num_q_tiles, num_kv_heads, bounds_ptr, q_begin, q_end, k_begin, k_end, HAS_BOUNDS
@@ -59,19 +62,25 @@ def attend_split_kernel(
         scores = decode_scores(q, k, start_n, row_low, row_high, softmax_scale, softcap_log2, LOG2_E, BLOCK_N, HAS_SOFTCAP,
                                DOT_PRECISION)  # fmt: skip
         tile_max = largest_of_rows(scores)
-        retained = is_tile_retained(tile_max, limit)
-        if RETURN_WORK:
-            code = (1 + retained.to(tl.int8)) * is_any(tile_max != float("-inf")).to(tl.int8)
-            tl.store(tiles_ptr + tl.cast(group, tl.int64) * num_k_tiles + tile, code)
-        if retained:
+        if not CAN_SKIP:
             v = load_cached(v_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, start_n, seqlen_k, stride_vb * STRIDE_UNIT,
                             stride_vs * STRIDE_UNIT, stride_vh * STRIDE_UNIT, V_HEAD_DIM, BLOCK_N, BLOCK_DV, PAGE)  # fmt: skip
             p, decay, row_max, row_sum = online_softmax_step(scores, 1.0, tile_max, row_max, row_sum, True)
             acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=DOT_PRECISION)
-            limit = limit_of(row_max + tl.log2(row_sum), threshold_log2, exists, FORWARD_SLACK)
-            omitted *= decay
-        elif RETURN_WORK:
-            legal = (scores > float("-inf")).to(tl.int32)
-            omitted += tl.sum(legal, 1) * tl.exp2(tile_max - tl.where(row_max == float("-inf"), 0.0, row_max))
+        else:
+            retained = is_tile_retained(tile_max, limit)
+            if RETURN_WORK:
+                code = (1 + retained.to(tl.int8)) * is_any(tile_max != float("-inf")).to(tl.int8)
+                tl.store(tiles_ptr + tl.cast(group, tl.int64) * num_k_tiles + tile, code)
+            if retained:
+                v = load_cached(v_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, start_n, seqlen_k, stride_vb * STRIDE_UNIT,
+                                stride_vs * STRIDE_UNIT, stride_vh * STRIDE_UNIT, V_HEAD_DIM, BLOCK_N, BLOCK_DV, PAGE)  # fmt: skip
+                p, decay, row_max, row_sum = online_softmax_step(scores, 1.0, tile_max, row_max, row_sum, True)
+                acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=DOT_PRECISION)
+                limit = limit_of(row_max + tl.log2(row_sum), threshold_log2, exists, FORWARD_SLACK)
+                omitted *= decay
+            elif RETURN_WORK:
+                legal = (scores > float("-inf")).to(tl.int32)
+                omitted += tl.sum(legal, 1) * tl.exp2(tile_max - tl.where(row_max == float("-inf"), 0.0, row_max))
     store_split(acc_ptr, state_ptr, acc, row_max, row_sum, omitted, group, tl.program_id(1), num_splits, V_HEAD_DIM, BLOCK_DV,
                 TOKENS, GROUP, BLOCK_R)  # fmt: skip

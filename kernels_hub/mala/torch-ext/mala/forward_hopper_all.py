@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Hopper forward where no tile can be skipped (tau = 0): no vote, and no wait for values.
 
-Both warpgroups read the same value tiles, which the loading warp brings ahead of time; the next score product runs while the last
-one's scores become probabilities.
+Both warpgroups read the same value tiles, which the loading warp brings ahead of time. The product of a tile's probabilities with its
+values runs while the next tile's scores become probabilities: p waits in registers, and there is one set of scores at a time. (Two
+sets, the next product running ahead, left the assembler no order but one product after the other.)
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ def _pass_by(k_ready, k_free, v_ready, v_free, begin, end, STAGES: gl.constexpr)
 
 
 @gluon.jit
-def _start_values(scores, tile, last, v_buffers, v_ready, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left,
-                  window_right, scale_log2, softcap_log2, row_max, row_sum, acc, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
-                  v_layout: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr):  # fmt: skip
-    """The softmax step of a visited tile, as in ``tile_steps.py``, and its product with the values under way."""
+def _weights(scores, tile, last, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+             softcap_log2, row_max, row_sum, acc, dtype: gl.constexpr, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr,
+             HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr):  # fmt: skip
+    """The softmax step of a visited tile, as in ``tile_steps.py``: p as an operand, the decay of acc's rows, row_max, row_sum."""
     acc_layout: gl.constexpr = acc.type.layout
     to_log2 = scale_log2
     if HAS_SOFTCAP:
@@ -38,11 +39,18 @@ def _start_values(scores, tile, last, v_buffers, v_ready, offs_n, position, row_
         scores, last - 1 - tile, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right,
         scale_log2, softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
     p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, True)
-    p = gl.convert_layout(p.to(v_buffers.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-    acc *= gl.convert_layout(decay, gl.SliceLayout(1, acc_layout))[:, None]
+    p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    return p, gl.convert_layout(decay, gl.SliceLayout(1, acc_layout))[:, None], row_max, row_sum
+
+
+@gluon.jit
+def _start_product(
+    p, tile, v_buffers, v_ready, acc, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, v_layout: gl.constexpr
+):
+    """The product of a visited tile's weights with its values, under way."""
     mbarrier.wait(v_ready.index(tile % 2), (tile // 2) & 1)
     v_tile = v_buffers.index(tile % 2)._reinterpret(v_buffers.dtype, [BLOCK_N, BLOCK_DV], v_layout)
-    return warpgroup_mma(p, v_tile, acc, is_async=True), row_max, row_sum
+    return warpgroup_mma(p, v_tile, acc, is_async=True)
 
 
 @gluon.jit
@@ -59,23 +67,25 @@ def attend_all_tiles(
     _pass_by(k_ready, k_free, v_ready, v_free, 0, begin, STAGES)
     if begin < end:
         scores = start_scores(q_smem, k_ring, k_ready, zeros, begin, STAGES, BLOCK_N, BLOCK_D, k_layout)
-        for tile in range(begin, end - 1):
-            found = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(k_free.index(tile % STAGES), count=1)
-            scores = start_scores(q_smem, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
-            product, row_max, row_sum = _start_values(
-                found, tile, last, v_buffers, v_ready, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left,
-                window_right, scale_log2, softcap_log2, row_max, row_sum, acc, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
-                HAS_SOFTCAP)  # fmt: skip
-            acc = warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(v_free.index(tile % 2), count=1)
         found = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_free.index((end - 1) % STAGES), count=1)
-        product, row_max, row_sum = _start_values(
-            found, end - 1, last, v_buffers, v_ready, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left,
-            window_right, scale_log2, softcap_log2, row_max, row_sum, acc, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP)  # fmt: skip
-        acc = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(k_free.index(begin % STAGES), count=1)
+        p, decay, row_max, row_sum = _weights(
+            found, begin, last, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+            softcap_log2, row_max, row_sum, acc, v_buffers.dtype, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+        for tile in range(begin + 1, end):
+            scores = start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
+            product = _start_product(p, tile - 1, v_buffers, v_ready, acc, BLOCK_N, BLOCK_DV, v_layout)
+            found = warpgroup_mma_wait(1, deps=[scores])
+            mbarrier.arrive(k_free.index(tile % STAGES), count=1)
+            next_p, decay, row_max, row_sum = _weights(
+                found, tile, last, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+                softcap_log2, row_max, row_sum, acc, v_buffers.dtype, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+            acc, p = warpgroup_mma_wait(0, deps=[product, p])
+            mbarrier.arrive(v_free.index((tile - 1) % 2), count=1)
+            acc *= decay
+            p = next_p
+        product = _start_product(p, end - 1, v_buffers, v_ready, acc, BLOCK_N, BLOCK_DV, v_layout)
+        acc, p = warpgroup_mma_wait(0, deps=[product, p])
         mbarrier.arrive(v_free.index((end - 1) % 2), count=1)
     _pass_by(k_ready, k_free, v_ready, v_free, end, count, STAGES)
     return row_max, row_sum, acc

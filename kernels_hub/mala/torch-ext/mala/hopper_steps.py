@@ -56,7 +56,8 @@ def start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES: gl.constexpr, BLO
 @gluon.jit
 def is_any(rows):
     """As in ``rule.py``, whose form suits compute capability 10.0 and has no layout here."""
-    return gl.max(rows.to(gl.int32), 0) > 0
+    every: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    return gl.max(gl.convert_layout(rows.to(gl.int32), every), 0) > 0
 
 
 @gluon.jit
