@@ -7,8 +7,9 @@ import math
 from dataclasses import replace
 
 import torch
+from backward_calls import Forward, Gradients, gradient_of, launch_arguments
 from calls import Call
-from gradients import Forward, Gradients, check_backward, gradient_of, launch_arguments
+from gradients import check_backward
 from helpers import (
     EPS_32,
     FLOOR_ROUNDINGS,

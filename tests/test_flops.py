@@ -3,8 +3,8 @@
 
 import pytest
 import torch
+from backward_calls import gradient_of, run_backward, run_forward, unpacked, with_tile
 from calls import build, heads
-from gradients import gradient_of, run_backward, run_forward, unpacked, with_tile
 from helpers import numbers_of, of_head, operands
 from inputs import Case
 from models import tiny, tokens

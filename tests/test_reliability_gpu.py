@@ -8,9 +8,10 @@ import threading
 
 import pytest
 import torch
+from backward_calls import gradient_of, run_backward, run_forward, with_tile
 from calls import NAN, Call, build
 from decode_truth import DECODE, assert_decode
-from gradients import check_backward, gradient_of, run_backward, run_forward, with_tile
+from gradients import check_backward
 from helpers import check_forward
 from inputs import Case, ids
 from project import ROOT

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from backward_calls import gradient_of, run_backward, run_forward
 from calls import Call, build
-from gradients import check_both_forms, gradient_of, run_backward, run_forward
+from gradients import check_both_forms
 from helpers import random_gradient
 from inputs import Case, ids
 from ties import Walk, assert_nested_at_ties

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 import torch
+from backward_calls import run_backward, run_forward
 from calls import Call, build
-from gradients import run_backward, run_forward
 from inputs import Case
 from torch import Tensor
 
