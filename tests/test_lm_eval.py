@@ -115,6 +115,19 @@ def test_our_tasks_are_found_and_errors_take_one_line(lm_eval, checkpoint, capsy
     assert sys.argv == before
 
 
+def test_a_model_that_is_none_is_named_with_what_it_lacks_but_a_wrong_task_comes_first(lm_eval, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    folder = write_task(tmp_path, ["b", "a"])
+    arguments = ["lm-eval", "run", "--model", "hf", "--device", "cpu", "--include_path", str(folder)]
+    arguments += ["--model_args", f"pretrained={tmp_path / 'empty'},attn_implementation=mala", "--tasks"]
+    assert main([*arguments, "tiny_answer"]) == 1
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith(f"mala-hf: error: no config.json in {tmp_path / 'empty'}")
+    )
+    assert main([*arguments, "none"]) == 1
+    assert capsys.readouterr().err.endswith("mala-hf: error: Tasks not found: none\n")
+
+
 def test_its_own_help_is_shown(lm_eval, capsys):
     with pytest.raises(SystemExit) as end:
         main(["lm-eval", "run", "--help"])

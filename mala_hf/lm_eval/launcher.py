@@ -9,18 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..implementations import check_implementation
+from ..model_place import check_model
 from ..registration import register
 
 CONFIGS = Path(__file__).parent / "configs"
+MODEL = re.compile(r"\bpretrained=([^,\s\"']+)")
 ATTENTION = re.compile(r"\battn_implementation=([^,\s\"']+)")
 COMMANDS = ("run", "ls", "validate")
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Run lm_eval's command line on the arguments; what it raises is left as it is, ``SystemExit`` too.
+    """Run lm_eval's command line on the arguments; what it raises is left as it is, ``SystemExit`` too, but for two errors.
 
-    Raises ``ValueError`` for an attention implementation in the model's arguments that is none: lm_eval finds out after it has read the
-    tokenizer and the config.
+    Raises ``ValueError`` for an attention implementation in the model's arguments that is none, which lm_eval would find out after it
+    has read tokenizer and config; and where the model was not found, what ``check_model`` says of it.
     """
     from lm_eval.__main__ import cli_evaluate
 
@@ -31,6 +33,11 @@ def launch(arguments: Sequence[str]) -> None:
     sys.argv = ["lm-eval", *with_our_tasks(arguments)]
     try:
         cli_evaluate()
+    except (OSError, ValueError) as error:
+        for name in MODEL.findall(" ".join(arguments)):
+            if isinstance(error, OSError) or name in str(error):
+                check_model(name)
+        raise
     finally:
         sys.argv = before
 
