@@ -36,6 +36,10 @@ MAX_ROWS = 128  # of a tile
 MAX_ROWS_TO_KEEP = 64  # query rows of a KV head up to which the first pass keeps probabilities for the second
 STAGES_OF_TWO = 2  # of a loop that loads keys and values
 SCANNED = 4096  # row maxima that a program of the second pass looks at together
+LAST_SUMS = (
+    False  # the last program of a group adds its splits up, instead of a kernel; not measured on a GPU yet, hence off
+)
+MAX_ROWS_OF_LAST = 16  # query rows of a KV head up to which one program is enough for that
 CPU_PROGRAMS = 8  # programs to split the keys over where there is no GPU to fill
 
 SCORE_TILES, SCORE_PLANE, ATTEND_RETAINED, ATTEND_SPLIT, COMBINE = (
@@ -169,6 +173,18 @@ def launch_decode(
         **_strides("v", v, unit),
         **values,
     }
+    summed = {
+        "acc_ptr": acc,
+        "state_ptr": state,
+        "sinks_ptr": sinks,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "certificate_ptr": certificate,
+        "total_q": seqlen_q,
+        "HAS_SINKS": sinks is not None,
+        "RETURN_WORK": return_work,
+    }
+    last_sums = LAST_SUMS and form != "split" and rows <= MAX_ROWS_OF_LAST
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         grid = (groups, num_splits)
         if form == "split":
@@ -182,6 +198,8 @@ def launch_decode(
                 "sums_ptr": empty(groups, num_k_tiles, rows) if return_work or not from_plane else None,
                 "split_max_ptr": empty(groups, num_splits, rows),
                 "split_sum_ptr": empty(groups, num_splits, rows),
+                "arrived_ptr": empty(groups, dtype=torch.int32) if last_sums else None,
+                "LAST_SUMS": last_sums,
             }
             bounds: dict[str, Optional[Tensor]] = {"lower_ptr": None, "split_top_ptr": None}
             p = empty(groups, num_k_tiles, rows, block_n, dtype=v.dtype) if keep_p else None
@@ -201,27 +219,16 @@ def launch_decode(
             weighed = {
                 "p_ptr": p,
                 "lists_ptr": empty(groups, num_splits, -(-num_k_tiles // num_splits), dtype=torch.int32),
-                "sinks_ptr": sinks,
                 "SCAN_R": scan_r,
                 "SCAN_TILES": SCANNED // scan_r,
-                "HAS_SINKS": sinks is not None,
                 "KEEP_P": keep_p,
                 "FROM_PLANE": from_plane,
             }
-            ATTEND_RETAINED.launch(grid, key, {**scored, **first_pass, **bounds, **attended, **weighed, **chain})
-        summed = {
-            "acc_ptr": acc,
-            "state_ptr": state,
-            "sinks_ptr": sinks,
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "certificate_ptr": certificate,
-            "total_q": seqlen_q,
-            "HAS_SINKS": sinks is not None,
-            "RETURN_WORK": return_work,
-            "num_warps": 8,
-        }
-        COMBINE.launch((groups, rows), key, {**place, **values, **summed, **chain})
+            ATTEND_RETAINED.launch(
+                grid, key, {**scored, **first_pass, **bounds, **attended, **weighed, **summed, **chain}
+            )
+        if not last_sums:
+            COMBINE.launch((groups, rows), key, {**place, **values, **summed, "num_warps": 8, **chain})
     return out, lse, _by_head(tiles, sequences, num_kv_heads, num_q_tiles, group), certificate
 
 
