@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times forms of the Hopper forward beside one another and beside cuDNN, those that are not chosen yet among them.
+
+Each is checked first: the same bits as the form that ships (full attention's values for tau = 0). For a Hopper GPU. No new row is
+begun after ``--seconds``.
+
+python scripts/tune_forward.py --output results/forward_forms_h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mala_hf.bench.baselines import load_baselines
+from mala_hf.bench.gate import relative_error
+from mala_hf.bench.timing import copies_for_cold_reads, device_times
+from mala_hf.bench.workload import copies_of, measured_slots, workload_of
+from mala_hf.ops import forward_hopper_launch as launch
+from mala_hf.ops import mala_attn_func
+
+SHAPES = (
+    "16,8,128,32768,400", "16,8,128,32768,1000", "16,8,128,131072,400", "16,8,128,131072,1000", "16,8,128,2048,flat",
+    "16,8,128,8192,flat", "16,8,128,32768,flat", "16,8,128,131072,flat", "16,8,128,8192,400", "16,8,128,8192,1000",
+    "16,8,64,2048,flat", "16,8,64,8192,flat", "16,8,64,32768,flat", "32,8,128,8192,flat", "16,8,64,32768,400", "32,8,128,32768,400",
+)  # fmt: skip
+# name: what the call is asked for, and the switches of the launcher
+FORMS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
+    "fused": ({"discovery": "fused"}, {}),
+    "fused_prefetching": ({"discovery": "fused"}, {"PREFETCHES_VALUES": True}),
+    "tau0": ({"discovery": "fused", "tau": 0.0}, {}),
+    "int8": ({"discovery": "int8"}, {}),
+    "int8_walking": ({"discovery": "int8"}, {"WALKS_CANDIDATES": True}),
+    "int8_walking_prefetching": ({"discovery": "int8"}, {"WALKS_CANDIDATES": True, "PREFETCHES_VALUES": True}),
+}
+SWITCHES = ("WALKS_CANDIDATES", "PREFETCHES_VALUES")
+BUDGET_MS = 150.0
+MAX_ERROR = 0.02
+
+
+def attend(form: str, q, k, v):
+    """The call in one of FORMS."""
+    options, switches = FORMS[form]
+    shipped = {name: getattr(launch, name) for name in SWITCHES}
+    try:
+        for name in SWITCHES:
+            setattr(launch, name, switches.get(name, False))
+        return mala_attn_func(q, k, v, causal=True, **options)
+    finally:
+        for name, value in shipped.items():
+            setattr(launch, name, value)
+
+
+def measured(shape: str) -> dict[str, Any]:
+    """One row: device time in ms of every form that covers it, and of cuDNN."""
+    device = torch.device("cuda")
+    inputs = workload_of(shape).inputs(device)
+    calls: dict[str, Callable] = {form: functools.partial(attend, form) for form in FORMS}
+    cudnn = load_baselines(["sdpa_cudnn"])[0]["sdpa_cudnn"]
+    row: dict[str, Any] = {"shape": shape, "flat_heads": inputs.flat_heads}
+    if inputs.flat_heads < inputs.q.shape[2]:
+        row["slots"] = measured_slots(inputs)
+    else:  # candidates are all tiles
+        calls = {form: call for form, call in calls.items() if not form.startswith("int8")}
+    full, exact = cudnn(inputs.q, inputs.k, inputs.v), attend("fused", inputs.q, inputs.k, inputs.v)
+    copies = copies_of(inputs, copies_for_cold_reads(sum(x.nbytes for x in (inputs.q, inputs.k, inputs.v)), device))
+    for form, call in (calls | {"sdpa_cudnn": cudnn}).items():
+        try:
+            out = call(inputs.q, inputs.k, inputs.v)
+            is_right = form in ("tau0", "sdpa_cudnn") or torch.equal(out, exact)
+            if not is_right or relative_error(out, full) > MAX_ERROR:
+                raise ValueError(f"wrong result, relative error {relative_error(out, full):.3g}")
+            timed = device_times([functools.partial(call, *(one.q, one.k, one.v)) for one in copies], device, BUDGET_MS)
+            row[form] = round(timed["median_ms"], 5)
+        except Exception as error:  # a form that fails is an answer too
+            row[form] = f"{type(error).__name__}: {error}"[:300]
+    return row
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    options = parser.parse_args()
+    begin = time.monotonic()
+    versions = {"torch": torch.__version__, "triton": __import__("triton").__version__}
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "versions": versions, "rows": []}
+    for shape in options.shapes:
+        if time.monotonic() - begin > options.seconds:
+            found["stopped"] = f"out of time before {shape}"
+            break
+        found["rows"].append(measured(shape))
+        print(json.dumps(found["rows"][-1]), flush=True)
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
