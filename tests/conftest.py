@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from quick_interpreter import speed_up
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # triton reads this once, when it is imported: kernels then run on the CPU, in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    speed_up()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
