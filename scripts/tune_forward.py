@@ -26,8 +26,8 @@ from mala_hf.bench.baselines import load_baselines
 from mala_hf.bench.gate import relative_error
 from mala_hf.bench.timing import copies_for_cold_reads, device_times
 from mala_hf.bench.workload import copies_of, measured_slots, workload_of
+from mala_hf.ops import discover_hopper, mala_attn_func
 from mala_hf.ops import forward_hopper_launch as launch
-from mala_hf.ops import mala_attn_func
 
 SHAPES = (
     "16,8,128,32768,400", "16,8,128,32768,1000", "16,8,128,131072,400", "16,8,128,131072,1000", "16,8,128,2048,flat",
@@ -38,12 +38,22 @@ SHAPES = (
 FORMS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "fused": ({"discovery": "fused"}, {}),
     "fused_prefetching": ({"discovery": "fused"}, {"PREFETCHES_VALUES": True}),
+    "fused_q": ({"discovery": "fused"}, {"Q_IN_REGISTERS": True}),
     "tau0": ({"discovery": "fused", "tau": 0.0}, {}),
+    "tau0_q": ({"discovery": "fused", "tau": 0.0}, {"Q_IN_REGISTERS": True}),
     "int8": ({"discovery": "int8"}, {}),
     "int8_walking": ({"discovery": "int8"}, {"WALKS_CANDIDATES": True}),
     "int8_walking_prefetching": ({"discovery": "int8"}, {"WALKS_CANDIDATES": True, "PREFETCHES_VALUES": True}),
+    "int8_walking_q": ({"discovery": "int8"}, {"WALKS_CANDIDATES": True, "Q_IN_REGISTERS": True}),
+    "int8_q": ({"discovery": "int8"}, {"INT8_Q_IN_REGISTERS": True}),
+    "int8_q_walking": ({"discovery": "int8"}, {"INT8_Q_IN_REGISTERS": True, "WALKS_CANDIDATES": True}),
 }
-SWITCHES = ("WALKS_CANDIDATES", "PREFETCHES_VALUES")
+SWITCHES = {
+    "WALKS_CANDIDATES": (launch, "WALKS_CANDIDATES"),
+    "PREFETCHES_VALUES": (launch, "PREFETCHES_VALUES"),
+    "Q_IN_REGISTERS": (launch, "Q_IN_REGISTERS"),
+    "INT8_Q_IN_REGISTERS": (discover_hopper, "Q_IN_REGISTERS"),
+}
 BUDGET_MS = 150.0
 MAX_ERROR = 0.02
 
@@ -51,14 +61,14 @@ MAX_ERROR = 0.02
 def attend(form: str, q, k, v):
     """The call in one of FORMS."""
     options, switches = FORMS[form]
-    shipped = {name: getattr(launch, name) for name in SWITCHES}
+    shipped = {name: getattr(*place) for name, place in SWITCHES.items()}
     try:
-        for name in SWITCHES:
-            setattr(launch, name, switches.get(name, False))
+        for name, place in SWITCHES.items():
+            setattr(*place, switches.get(name, False))
         return mala_attn_func(q, k, v, causal=True, **options)
     finally:
-        for name, value in shipped.items():
-            setattr(launch, name, value)
+        for name, place in SWITCHES.items():
+            setattr(*place, shipped[name])
 
 
 def measured(shape: str) -> dict[str, Any]:
@@ -77,7 +87,7 @@ def measured(shape: str) -> dict[str, Any]:
     for form, call in (calls | {"sdpa_cudnn": cudnn}).items():
         try:
             out = call(inputs.q, inputs.k, inputs.v)
-            is_right = form in ("tau0", "sdpa_cudnn") or torch.equal(out, exact)
+            is_right = form in ("tau0", "tau0_q", "sdpa_cudnn") or torch.equal(out, exact)
             if not is_right or relative_error(out, full) > MAX_ERROR:
                 raise ValueError(f"wrong result, relative error {relative_error(out, full):.3g}")
             timed = device_times([functools.partial(call, *(one.q, one.k, one.v)) for one in copies], device, BUDGET_MS)

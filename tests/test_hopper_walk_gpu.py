@@ -31,11 +31,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("prefetches", [False, True])
+@pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("added", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
-def test_candidates_give_the_bits_of_all_tiles(case, added, prefetches, device, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("mala_hf.ops.forward_hopper_launch"), "PREFETCHES_VALUES", prefetches)
+def test_candidates_give_the_bits_of_all_tiles(case, added, is_new, device, monkeypatch):
+    for name in ("PREFETCHES_VALUES", "Q_IN_REGISTERS"):
+        monkeypatch.setattr(importlib.import_module("mala_hf.ops.forward_hopper_launch"), name, is_new)
     arguments = arguments_of(build(case, torch.bfloat16, device))
     out, lse, _, _, support = launch_forward(*arguments, return_work=False, save_support=True)
     retained = unpack_support(support, arguments[4].tile_grid(arguments[3].tile)[1])
@@ -55,6 +56,7 @@ def test_candidates_give_the_bits_of_all_tiles(case, added, prefetches, device, 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=ids([CASES[0], CASES[2]]))
 def test_int8_discovery_gives_the_fused_bits_with_it(case, device, monkeypatch):
     monkeypatch.setattr(importlib.import_module("mala_hf.ops.forward_hopper_launch"), "WALKS_CANDIDATES", True)
+    monkeypatch.setattr(importlib.import_module("mala_hf.ops.discover_hopper"), "Q_IN_REGISTERS", True)
     call = build(case, torch.bfloat16, device)
     fused = call.run("triton", discovery="fused", return_lse=True)
     found = call.run("triton", discovery="int8", return_lse=True)

@@ -30,6 +30,7 @@ from .visibility import Sequences
 
 ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
 STAGES = 8
+Q_IN_REGISTERS = False  # not measured on a GPU yet, as in forward_hopper_launch.py
 MAX_SHARED_BYTES = 227 * 1024
 
 
@@ -50,11 +51,11 @@ def _load_keys(k_desc, k_ring, k_ready, k_free, first_row, first, last, STAGES: 
 
 
 @gluon.jit
-def _start_products(q_smem, k_ring, k_ready, zeros, step, STAGES: gl.constexpr):
+def _start_products(q_tile, k_ring, k_ready, zeros, step, STAGES: gl.constexpr):
     """Start the INT8 product with the ``step``-th key tile."""
     stage = step % STAGES
     mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
-    return warpgroup_mma(q_smem, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -70,7 +71,8 @@ def _reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KE
 def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidates_ptr, q_block, k_ring, k_ready, k_free,
                    stride_qs, q_tile_index, first, last, q_begin, seqlen_q,
                    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                   STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, KEY_NUMBERS: gl.constexpr):  # fmt: skip
+                   STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, KEY_NUMBERS: gl.constexpr,
+                   Q_IN_REGISTERS: gl.constexpr):  # fmt: skip
     """One warpgroup: one query tile against key tiles first (even) to last - 1; ``candidates_ptr`` is its row of words."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
@@ -86,9 +88,13 @@ def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidat
         gl.float32
     )
     inverse = gl.load(rows_ptr + load_m, mask=load_m < seqlen_q, other=1.0)
-    q_smem = q_block.index(warpgroup)
-    q_smem.store(gl.floor(q * inverse[:, None] + 0.5).to(gl.int8))
-    fence_async_shared()
+    q_int8 = gl.floor(q * inverse[:, None] + 0.5).to(gl.int8)
+    if Q_IN_REGISTERS:
+        q_tile = gl.convert_layout(q_int8, gl.DotOperandLayout(0, score_layout, 4))
+    else:
+        q_tile = q_block.index(warpgroup)
+        q_tile.store(q_int8)
+        fence_async_shared()
 
     offs_m = start_m + gl.arange(0, BLOCK_M, row_layout)
     row_exists = offs_m < seqlen_q
@@ -101,8 +107,8 @@ def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidat
     q_tile_exists = start_m < seqlen_q
     count = last - first
     for step in range(0, count - 1, 2):
-        near = _start_products(q_smem, k_ring, k_ready, zeros, step, STAGES)
-        far = _start_products(q_smem, k_ring, k_ready, zeros, step + 1, STAGES)
+        near = _start_products(q_tile, k_ring, k_ready, zeros, step, STAGES)
+        far = _start_products(q_tile, k_ring, k_ready, zeros, step + 1, STAGES)
         tile = first + step
         near = warpgroup_mma_wait(1, deps=[near])
         mbarrier.arrive(k_free.index(step % STAGES), count=1)
@@ -116,7 +122,7 @@ def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidat
             gl.atomic_or(candidates_ptr + tile // 32, gl.reduce(found, 0, _either), mask=q_tile_exists, sem="relaxed")
             found = gl.zeros([BLOCK_M], gl.int32, row_layout)
     if count % 2 == 1:
-        products = _start_products(q_smem, k_ring, k_ready, zeros, count - 1, STAGES)
+        products = _start_products(q_tile, k_ring, k_ready, zeros, count - 1, STAGES)
         products = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(k_free.index((count - 1) % STAGES), count=1)
         tile = last - 1
@@ -130,6 +136,7 @@ def discover_hopper_kernel(
     q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles, num_heads, num_kv_groups, words, window_left, window_right,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STRIDE_UNIT: gl.constexpr,
     STAGES: gl.constexpr, ROW_NUMBERS: gl.constexpr, KEY_NUMBERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Two neighbouring query tiles of one head."""
     program = gl.program_id(0)
@@ -169,10 +176,12 @@ def discover_hopper_kernel(
     gl.warp_specialize([
         (_discover_rows, (near, q_head, head_rows, head_norms, head_words + words, q_block, k_ring, k_ready, k_free,
                           stride_qs, pair * 2 + 1, first, last, q_begin, seqlen_q,
-                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
+                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS,
+                          Q_IN_REGISTERS)),
         (_discover_rows, (far, q_head, head_rows, head_norms, head_words, q_block, k_ring, k_ready, k_free,
                           stride_qs, pair * 2, first, last, q_begin, seqlen_q,
-                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
+                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS,
+                          Q_IN_REGISTERS)),
         (_load_keys, (k_desc, k_ring, k_ready, k_free, kv_tiles * BLOCK_N, first, last, STAGES, BLOCK_N)),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -215,5 +224,6 @@ def launch_discover_hopper(
             q_begin, seqlen_q, seqlen_k, *candidates.shape[2:3], num_k_tiles,
             num_heads, num_heads // num_kv_heads, candidates.shape[-1], left, right,
             HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, STRIDE_UNIT=unit, STAGES=STAGES,
-            ROW_NUMBERS=ROW_NUMBERS.value, KEY_NUMBERS=KEY_NUMBERS.value, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, num_warps=4,
+            ROW_NUMBERS=ROW_NUMBERS.value, KEY_NUMBERS=KEY_NUMBERS.value, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0,
+            Q_IN_REGISTERS=Q_IN_REGISTERS, num_warps=4,
         )  # fmt: skip

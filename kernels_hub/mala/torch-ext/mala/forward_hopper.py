@@ -46,7 +46,7 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
                  BLOCK_DV: gl.constexpr, STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr,
                  HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr,
                  SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
-                 PREFETCH: gl.constexpr):  # fmt: skip
+                 PREFETCH: gl.constexpr, Q_IN_REGISTERS: gl.constexpr):  # fmt: skip
     """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first, or ``last`` candidates."""
     dtype: gl.constexpr = k_ring.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -97,13 +97,15 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
     q_tile_exists = q_tile_index < num_q_tiles
 
     mbarrier.wait(q_ready.index(warpgroup), 0)
-    q_smem = q_smem._reinterpret(dtype, [BLOCK_M, BLOCK_D], q_layout)
+    q_tile = q_smem._reinterpret(dtype, [BLOCK_M, BLOCK_D], q_layout)
+    if Q_IN_REGISTERS:
+        q_tile = q_tile.load(gl.DotOperandLayout(0, score_layout, 2))
     if CAN_SKIP:
         v_smem = v_buffers.index(warpgroup)
         is_early = False
         count = last - first
         if count % 2 == 1:
-            near = start_scores(q_smem, k_ring, k_ready, zeros, 0, STAGES, BLOCK_N, BLOCK_D, k_layout)
+            near = start_scores(q_tile, k_ring, k_ready, zeros, 0, STAGES, BLOCK_N, BLOCK_D, k_layout)
             index = visited_tile(indices, 0, last, STAGES, IS_WALK)
             next_index = -1
             if count > 1 and not IS_WALK:
@@ -119,8 +121,8 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
                 omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
                 RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
         for tile in range(count % 2, count, 2):
-            near = start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
-            far = start_scores(q_smem, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
+            near = start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
+            far = start_scores(q_tile, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
             index = visited_tile(indices, tile, last, STAGES, IS_WALK)
             far_index = visited_tile(indices, tile + 1, last, STAGES, IS_WALK)
             next_index = -1
@@ -155,7 +157,7 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
             drop_values(v_ready.index(warpgroup), v_loads, is_early)
     else:
         row_max, row_sum, acc = attend_all_tiles(
-            q_smem, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, first, last, gl.min(row_low, 0), gl.max(row_high, 0),
+            q_tile, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, first, last, gl.min(row_low, 0), gl.max(row_high, 0),
             offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2, softcap_log2,
             row_max, row_sum, acc, zeros, STAGES, BLOCK_N, BLOCK_D, BLOCK_DV, k_layout, v_layout, HAS_LEFT, HAS_RIGHT,
             HAS_SOFTCAP)  # fmt: skip
@@ -193,7 +195,7 @@ def mala_forward_hopper_kernel(
     V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
-    PREFETCH: gl.constexpr,
+    PREFETCH: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Two neighbouring query tiles of one head; seqlen_q counts rows from q_begin, the first row that sees a key."""
     program = gl.program_id(0)
@@ -246,7 +248,8 @@ def mala_forward_hopper_kernel(
                         first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, window_left,
                         window_right, scale_log2, softcap_log2, tau,
                         V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
-                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH)),
+                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH,
+                        Q_IN_REGISTERS)),
         (_attend_rows, (far, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
                         q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free, indices,
                         stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
@@ -254,7 +257,8 @@ def mala_forward_hopper_kernel(
                         first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, window_left,
                         window_right, scale_log2, softcap_log2, tau,
                         V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
-                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH)),
+                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH,
+                        Q_IN_REGISTERS)),
         (load_visited, (k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, indices, candidates_ptr, first_word,
                         support_words, near_exists, batch, kv_head, first, last, STAGES, BLOCK_N, CAN_SKIP, IS_WALK)),
     ], [4, 1], [232, 40] if IS_WALK else [240, 24])  # fmt: skip

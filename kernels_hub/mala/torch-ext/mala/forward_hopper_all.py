@@ -55,7 +55,7 @@ def _start_product(
 
 @gluon.jit
 def attend_all_tiles(
-    q_smem, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, first, last, low, high,
+    q_tile, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, first, last, low, high,
     offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2, softcap_log2,
     row_max, row_sum, acc, zeros, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     k_layout: gl.constexpr, v_layout: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
@@ -66,14 +66,14 @@ def attend_all_tiles(
     end = gl.maximum(gl.minimum(last - low // BLOCK_N, count), begin)
     _pass_by(k_ready, k_free, v_ready, v_free, 0, begin, STAGES)
     if begin < end:
-        scores = start_scores(q_smem, k_ring, k_ready, zeros, begin, STAGES, BLOCK_N, BLOCK_D, k_layout)
+        scores = start_scores(q_tile, k_ring, k_ready, zeros, begin, STAGES, BLOCK_N, BLOCK_D, k_layout)
         found = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_free.index(begin % STAGES), count=1)
         p, decay, row_max, row_sum = _weights(
             found, begin, last, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
             softcap_log2, row_max, row_sum, acc, v_buffers.dtype, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
         for tile in range(begin + 1, end):
-            scores = start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
+            scores = start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
             product = _start_product(p, tile - 1, v_buffers, v_ready, acc, BLOCK_N, BLOCK_DV, v_layout)
             found = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_free.index(tile % STAGES), count=1)

@@ -23,6 +23,8 @@ ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
 # compiled and reasoned about, but not measured on a GPU yet; so the kernels that were measured stay
 WALKS_CANDIDATES = False  # INT8 discovery's candidates by this kernel, which reads their keys once for two query tiles
 PREFETCHES_VALUES = False  # those of the next tile after a tile that is retained
+Q_IN_REGISTERS = False  # where no product has to read queries from shared memory, whose rate is another limit
+MAX_DIM_IN_REGISTERS = 128
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Optional[Tensor], config: TileConfig) -> bool:
@@ -121,5 +123,6 @@ def launch_forward_hopper(
             CAN_SKIP=settings.tau > 0 or any(x is not None for x in (tiles, support, candidates)),
             IS_WALK=candidates is not None,
             PREFETCH=PREFETCHES_VALUES,
+            Q_IN_REGISTERS=Q_IN_REGISTERS and block_d <= MAX_DIM_IN_REGISTERS,
             num_warps=4,
         )

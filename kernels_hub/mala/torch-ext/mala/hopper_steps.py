@@ -44,13 +44,13 @@ def load_keys(k_desc, k_ring, k_ready, k_free, batch, kv_head, row, tile, STAGES
 
 
 @gluon.jit
-def start_scores(q_smem, k_ring, k_ready, zeros, tile, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+def start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                   k_layout: gl.constexpr):  # fmt: skip
-    """Start the (BLOCK_M, BLOCK_N) product of the ``tile``-th visited key tile."""
+    """Start the (BLOCK_M, BLOCK_N) product of the ``tile``-th visited key tile; queries lie in shared memory or in registers."""
     stage = tile % STAGES
     mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
     k_tile = k_ring.index(stage)._reinterpret(k_ring.dtype, [BLOCK_N, BLOCK_D], k_layout)
-    return warpgroup_mma(q_smem, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
