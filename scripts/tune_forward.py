@@ -26,7 +26,7 @@ from mala_hf.bench.baselines import load_baselines
 from mala_hf.bench.gate import relative_error
 from mala_hf.bench.timing import copies_for_cold_reads, device_times
 from mala_hf.bench.workload import copies_of, measured_slots, workload_of
-from mala_hf.ops import discover_hopper, mala_attn_func
+from mala_hf.ops import discover, discover_hopper, mala_attn_func
 from mala_hf.ops import forward_hopper_launch as launch
 
 SHAPES = (
@@ -46,12 +46,15 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "int8_walking_prefetching": ({"discovery": "int8"}, {"WALKS_CANDIDATES": True, "PREFETCHES_VALUES": True}),
     "int8_walking_q": ({"discovery": "int8"}, {"WALKS_CANDIDATES": True, "Q_IN_REGISTERS": True}),
     "int8_q": ({"discovery": "int8"}, {"INT8_Q_IN_REGISTERS": True}),
+    "int8_wide": ({"discovery": "int8"}, {"IS_WIDE": True}),
+    "int8_wide_walking": ({"discovery": "int8"}, {"IS_WIDE": True, "WALKS_CANDIDATES": True}),
     "int8_q_walking": ({"discovery": "int8"}, {"INT8_Q_IN_REGISTERS": True, "WALKS_CANDIDATES": True}),
 }
 SWITCHES = {
     "WALKS_CANDIDATES": (launch, "WALKS_CANDIDATES"),
     "PREFETCHES_VALUES": (launch, "PREFETCHES_VALUES"),
     "Q_IN_REGISTERS": (launch, "Q_IN_REGISTERS"),
+    "IS_WIDE": (discover, "IS_WIDE"),
     "INT8_Q_IN_REGISTERS": (discover_hopper, "Q_IN_REGISTERS"),
 }
 BUDGET_MS = 150.0

@@ -36,9 +36,8 @@ class Launch:
     target: str
     head_dim: int
     dtype: str = "bfloat16"
-    phase: str = (
-        "prefill"  # or "decode", one of DECODE_FORMS, "backward", "backward with support", "discover", "look", "walk"
-    )
+    # "prefill", "decode", one of DECODE_FORMS, "backward", "backward with support", "discover", "discover wide", "look", "walk"
+    phase: str = "prefill"
     use_tma: bool = False
     use_hopper: bool = False
     v_head_dim: int = -1  # -1: head_dim
@@ -221,7 +220,8 @@ def _run(launch: Launch) -> None:
             if launch.phase == "look":
                 discover_probe.sampled_counts(q, k, settings, sequences)
                 continue
-            if launch.phase == "discover":
+            if launch.phase.startswith("discover"):
+                discover.IS_WIDE = launch.phase == "discover wide"
                 discover.launch_discover(q, k, settings, sequences, use_hopper=launch.use_hopper)
                 continue
             candidates = None
@@ -260,14 +260,16 @@ def _kernels_of(launch: Launch) -> list[tuple[object, str]]:
         from mala import discover_probe
 
         return [(discover_probe, "sample_scores_kernel"), (discover_probe, "count_retained_kernel")]
-    if launch.phase == "discover":
+    if launch.phase.startswith("discover"):
         from mala import discover
 
         prepare = [(discover, "quantize_keys_kernel"), (discover, "bound_rows_kernel")]
         if not launch.use_hopper:
             return [*prepare, (discover, "discover_kernel")]
-        from mala import discover_hopper
+        from mala import discover_hopper, discover_hopper_wide
 
+        if launch.phase == "discover wide":
+            return [*prepare, (discover_hopper_wide, "discover_hopper_wide_kernel")]
         return [*prepare, (discover_hopper, "discover_hopper_kernel")]
     if launch.use_hopper:
         from mala import forward_hopper_launch

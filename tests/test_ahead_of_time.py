@@ -75,7 +75,11 @@ DISCOVERY = {
         target: [Launch(target, head_dim, phase=phase) for head_dim in (64, 128, 256) for phase in ("discover", "look")]
         for target in SHARED_LIMIT_BYTES
     },
-    "cuda:90 hopper": [Launch("cuda:90", head_dim, phase="discover", use_hopper=True) for head_dim in (64, 128, 256)],
+    "cuda:90 hopper": [
+        Launch("cuda:90", head_dim, phase=phase, use_hopper=True)
+        for head_dim in (64, 128, 256)
+        for phase in ("discover", "discover wide")
+    ],
 }
 DECODE = {
     target: [
@@ -91,8 +95,8 @@ DECODE = {
 UNTUNED = [name for major, minor in UNTUNED_PREFILL_16BIT if (name := f"cuda:{major}{minor}") not in SHARED_LIMIT_BYTES]
 # the backward's support, delta, dq, and dk with dv; discovery's keys, rows and pass; a decode's plane, passes and sum
 NUM_KERNELS = {
-    "backward": 4, "backward with support": 4, "discover": 3, "look": 2, "decode in two passes": 3, "decode in splits": 2,
-    "decode in two passes from int8": 4,
+    "backward": 4, "backward with support": 4, "discover": 3, "discover wide": 3, "look": 2, "decode in two passes": 3,
+    "decode in splits": 2, "decode in two passes from int8": 4,
 }  # fmt: skip
 # the backward's shapes, with every feature over a saved support and without any over the state alone
 BACKWARD = {

@@ -53,11 +53,26 @@ def test_candidates_give_the_bits_of_all_tiles(case, added, is_new, device, monk
         assert not saves or torch.equal(found[4], support)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=ids([CASES[0], CASES[2]]))
-def test_int8_discovery_gives_the_fused_bits_with_it(case, device, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("mala_hf.ops.forward_hopper_launch"), "WALKS_CANDIDATES", True)
-    monkeypatch.setattr(importlib.import_module("mala_hf.ops.discover_hopper"), "Q_IN_REGISTERS", True)
+NEW = {
+    "walk": (("forward_hopper_launch", "WALKS_CANDIDATES"),),
+    "queries in registers": (("discover_hopper", "Q_IN_REGISTERS"),),
+    "three query tiles": (("discover", "IS_WIDE"),),
+    "all": (("forward_hopper_launch", "WALKS_CANDIDATES"), ("discover", "IS_WIDE")),
+}
+FOUND = [
+    CASES[0],
+    CASES[2],
+    CASES[4].with_(seqlen_q=1300, seqlen_k=1500, head_dim=128),
+    Case(seqlen_q=2500, tile=(64, 128)),
+]
+
+
+@pytest.mark.parametrize("what", NEW)
+@pytest.mark.parametrize("case", FOUND, ids=ids(FOUND))
+def test_int8_discovery_gives_the_fused_bits_with_it(case, what, device, monkeypatch):
     call = build(case, torch.bfloat16, device)
     fused = call.run("triton", discovery="fused", return_lse=True)
+    for module, name in NEW[what]:
+        monkeypatch.setattr(importlib.import_module(f"mala_hf.ops.{module}"), name, True)
     found = call.run("triton", discovery="int8", return_lse=True)
     assert all(torch.equal(x, y) for x, y in zip(found, fused, strict=True))
