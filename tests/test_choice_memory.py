@@ -103,6 +103,15 @@ def test_no_short_call_is_looked_at_where_it_could_not_be_dense_or_remembered(lo
     assert looks.number == 0
 
 
+@pytest.mark.parametrize(("fraction", "way"), [(0.01, "int8"), (0.3, "fused"), (1.0, "dense")])
+def test_calls_long_enough_for_int8_are_remembered_too(looks, fraction, way):
+    memory, looks.fraction = ChoiceMemory(), fraction
+    assert [chosen(memory, 16384).way for _ in range(REPEATS)] == [way] * REPEATS
+    assert looks.number == 1
+    assert [chosen(None, 16384).way for _ in range(3)] == [way] * 3
+    assert looks.number == 4
+
+
 def test_long_calls_are_looked_at_each_time_and_remembered_for_graphs(looks, monkeypatch):
     memory = ChoiceMemory()
     assert [chosen(memory, 32768).way for _ in range(3)] == ["dense"] * 3

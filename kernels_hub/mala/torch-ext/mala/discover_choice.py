@@ -23,11 +23,11 @@ from .work import Choice
 
 # measured on an H200 (docs/performance.md); elsewhere nothing is known, so only lengths are looked at
 SHORT = 2048  # keys; below, nothing that can be skipped pays for looking at it
-MIN_LOOK = 16384  # queries and keys; below, a look at each call takes longer than it could save
+MIN_LOOK = 16384  # queries and keys; below, a look takes longer than it could save in that call
 INT8_HEAD_DIM = 128
 MAX_INT8_FRACTION = 0.05  # of the tiles, retained: beyond, walking the candidates costs more than INT8 scores save
 MAX_FUSED_FRACTION = 0.6  # beyond, a dense kernel is faster
-MIN_SPLIT = 32768  # queries and keys; below, taking heads apart costs more than it saves
+MIN_SPLIT = 32768  # queries and keys; below, taking heads apart and looking at every call cost more than they save
 
 
 def is_measured(device: torch.device) -> bool:
@@ -56,15 +56,14 @@ def choose(
     if torch.compiler.is_compiling():
         return [Choice("fused", "a compiled graph cannot look at scores before it chooses")]
     shortest = min(sequences.max_seqlen_q, sequences.max_seqlen_k)
-    is_short = shortest < MIN_LOOK
-    if is_short and (memory is None or "dense" not in may_be or shortest < SHORT):
+    if shortest < MIN_LOOK and (memory is None or "dense" not in may_be or shortest < SHORT):
         return [
             Choice("fused", f"{SHORT:,} keys or more, fewer than {MIN_LOOK:,}, where a look costs more than it saves")
         ]
     if not is_measured(q.device):
         return [Choice("fused", "nothing else was measured on this device")]
     key = memory_key(q, k, settings, sequences, may_be)
-    if memory is not None and (is_short or is_capturing()):
+    if memory is not None and (shortest < MIN_SPLIT or is_capturing()):
         remembered = memory.recall(key, counts=not is_capturing())
         if remembered is not None and (len(remembered) == 1 or not is_capturing()):  # taking heads apart needs the host
             return [replace(choice, reason=f"{choice.reason}, in an earlier call") for choice in remembered]
@@ -74,7 +73,7 @@ def choose(
         may_be = tuple(way for way in may_be if way != "int8")
         if may_be == ("fused",):
             return [Choice("fused", f"INT8 discovery was measured at head_dim {INT8_HEAD_DIM} only")]
-    if is_short:
+    if shortest < MIN_LOOK:
         may_be = tuple(way for way in may_be if way != "int8")
     from .discover_probe import sampled_counts  # triton is needed only here
 

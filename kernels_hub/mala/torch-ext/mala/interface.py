@@ -76,11 +76,11 @@ def mala_attn_func(
             little, slower where they keep much; not for padded or packed batches, masks, softcap, float32 or tau = 0. A call that
             returns its work scores all tiles exactly either way. "dense": torch's own attention (cuDNN, else FlashAttention), which
             satisfies the rule trivially, every tile retained and nothing omitted; its bits, and those of its gradients, are full
-            attention's. "auto" decides, and ``Work.choices`` says what and why: on a GPU, dense below 2,048 keys and at tau = 0; from
-            16,384 tokens on (Hopper) what a sample of the rows asks for, which waits for the device: int8, fused, or dense, from
-            32,768 tokens on each KV head for itself; between them every 61st call of a layer and length is looked at, and the others
-            go its way, fused or dense, where no gradient is taken (so there the bits depend on earlier calls); fused otherwise. A
-            CUDA graph goes the way that was remembered when it was recorded; under a compiler lengths alone decide.
+            attention's. "auto" decides, and ``Work.choices`` says what and why: on a GPU, dense below 2,048 keys and at tau = 0; above,
+            on Hopper, what a sample of the rows asks for, which waits for the device: fused, dense, from 16,384 tokens on int8, from
+            32,768 on each KV head for itself. Below that one call in 61 of a layer and length is looked at and the others go its way
+            (so there bits depend on earlier calls); where a gradient is taken nothing is remembered, and below 16,384 it is fused.
+            A CUDA graph goes the way that was remembered when it was recorded; under a compiler lengths alone decide.
             Dense is then cuDNN where a shape has earned the plan that cuDNN builds for it, else MALA's own kernel with tau = 0.
             It is chosen only where nothing else was asked for: impl="auto", no tile, no save_support=True, no deterministic=True
             (nor torch.use_deterministic_algorithms), no window, softcap, sinks, masks or padding.
