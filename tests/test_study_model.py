@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``study_model.py``: RULER at both lengths on a tiny model, tasks on local data, and a clear word where data is missing."""
 
+import functools
 import json
 import sys
 
 import pytest
+from lm_eval import tasks
 from lm_eval_inputs import save_checkpoint
 from project import ROOT
 
@@ -13,6 +15,11 @@ sys.path.append(str(ROOT / "scripts"))
 import study_model
 import task_data
 import training_study_tables
+
+pytestmark = pytest.mark.xdist_group("study_model")
+
+# it reads the settings of every task that there is, which takes ten seconds
+once = functools.cache(tasks.TaskManager)
 
 ARC = """\
 ---
@@ -41,6 +48,11 @@ def place(tmp_path_factory):
     ]  # fmt: skip
     (copy / "easy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def tasks_are_listed_once(monkeypatch):
+    monkeypatch.setattr(tasks, "TaskManager", once)
 
 
 def arguments(place, output, *more):
