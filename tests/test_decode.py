@@ -60,13 +60,14 @@ def test_every_case_gives_the_forms_tiles_and_values(case, impl, form, device):
         assert skipped or case.window[0] >= 0 or case.seqlen_q > 16, f"{case.id} skips nothing"
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
-def test_the_last_program_of_a_group_adds_up_what_the_kernel_would(case, device, monkeypatch, poisoned_memory):
+def test_the_last_program_of_a_group_adds_up_what_the_kernel_would(case, form, device, monkeypatch, poisoned_memory):
     call = build(case, device=device)
     answers = []
     for last_sums in (False, True):
         monkeypatch.setattr(decode, "LAST_SUMS", last_sums)
-        answers.append(call.run("triton", decode="two_pass", num_splits=SPLITS, return_lse=True, return_work=True))
+        answers.append(call.run("triton", decode=form, num_splits=SPLITS, return_lse=True, return_work=True))
     (out, lse, work), found = answers
     for mine, theirs in ((found[0], out), (found[1], lse), (found[2].certificate, work.certificate)):
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-6, equal_nan=True)

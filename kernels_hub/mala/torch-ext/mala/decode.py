@@ -184,12 +184,14 @@ def launch_decode(
         "HAS_SINKS": sinks is not None,
         "RETURN_WORK": return_work,
     }
-    last_sums = LAST_SUMS and form != "split" and rows <= MAX_ROWS_OF_LAST
+    last_sums = LAST_SUMS and rows <= MAX_ROWS_OF_LAST
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         grid = (groups, num_splits)
         if form == "split":
             can_skip = settings.tau > 0 or return_work
-            ATTEND_SPLIT.launch(grid, key, {**scored, **attended, "CAN_SKIP": can_skip})
+            arrived = torch.zeros(groups, dtype=torch.int32, device=q.device) if last_sums else None
+            split = {"arrived_ptr": arrived, "LAST_SUMS": last_sums, "CAN_SKIP": can_skip}
+            ATTEND_SPLIT.launch(grid, key, {**scored, **attended, **summed, **split})
         else:
             from_plane = key_plane is not None
             keep_p = keep_p and not from_plane
