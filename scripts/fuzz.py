@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import torch
 from fuzz_targets import TARGETS
+from quick_interpreter import speed_up
 from stored_results import as_text
 
 PIECE = 10  # cases between two looks at the clock
@@ -74,6 +75,7 @@ def main() -> int:
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") != "1":  # triton reads it when it is imported, which it is by now
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
+    speed_up()
     torch.set_num_threads(1)  # the tensors are small
     names = options.target or list(TARGETS)
     shares = {name: TARGETS[name].share for name in names}
