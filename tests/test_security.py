@@ -169,7 +169,7 @@ def test_an_index_cannot_name_files_outside_its_folder(tmp_path):
 
 
 WATCHER = """
-import sys, os
+import sys, os, json, traceback
 written = []
 def hook(event, args):
     if event == "open" and args[0] is not None and isinstance(args[0], (str, bytes, os.PathLike)):
@@ -184,14 +184,31 @@ def hook(event, args):
         written.extend(os.path.abspath(os.fsdecode(a)) for a in args if isinstance(a, (str, bytes, os.PathLike)))
 sys.addaudithook(hook)
 from mala_hf.cli import main
-code = 0
-try:
-    main(sys.argv[2:])
-except SystemExit as error:
-    code = error.code or 0
-with os.fdopen(int(sys.argv[1]), "w") as stream:
-    stream.write("\\n".join(written))
-sys.exit(code)
+def run(words, here):
+    os.chdir(here)
+    try:
+        main(words)
+    except SystemExit as error:
+        return error.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+found = {}
+for command, (words, here) in json.load(sys.stdin).items():
+    read, write = os.pipe()
+    child = os.fork()  # what importing wrote is in each list, what another command wrote is not
+    if child == 0:
+        code = run(words, here)
+        with os.fdopen(write, "w") as stream:
+            json.dump([code, written], stream)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        found[command] = json.load(stream)
+    os.waitpid(child, 0)
+with open(sys.argv[1], "w") as stream:
+    json.dump(found, stream)
 """
 COMMANDS = {
     "ppl": ["ppl", "--model", "{model}", "--length", "64", "--windows", "1", "--json"],
@@ -214,31 +231,44 @@ COMMANDS = {
 }
 
 
-@pytest.mark.transformers
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_writes_into_its_output_and_the_users_caches_alone(command, place, tmp_path):
-    """Python's audit hook sees every file that is opened to be written, and what is made, moved or removed."""
-    home, out, here = (tmp_path / name for name in ("home", "out", "here"))
-    for folder in (home, here):
-        folder.mkdir()
-    words = [word.format(model=place / "tiny", text=place / "text.txt", out=out) for word in COMMANDS[command]]
+@pytest.fixture(scope="module")
+def commands_run(place, tmp_path_factory) -> tuple[Path, dict[str, tuple[int, list[str]]], str]:
+    """The folder in which each command ran, its exit code with the paths that it wrote to, and what all said on stderr."""
+    folder = tmp_path_factory.mktemp("commands")
+    home = folder / "home"
+    home.mkdir()
+    calls = {}
+    for command, words in COMMANDS.items():
+        here = folder / command / "here"
+        here.mkdir(parents=True)
+        files = {"model": place / "tiny", "text": place / "text.txt", "out": folder / command / "out"}
+        calls[command] = [word.format(**files) for word in words], str(here)
     environment = {
         "PATH": os.environ["PATH"], "HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"), "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
-        "TMPDIR": str(tmp_path / "home"), "MPLCONFIGDIR": str(home / "matplotlib"),
+        "TMPDIR": str(home), "MPLCONFIGDIR": str(home / "matplotlib"),
     }  # fmt: skip
     if "TRITON_INTERPRET" in os.environ:
         environment["TRITON_INTERPRET"] = os.environ["TRITON_INTERPRET"]
-    read, write = os.pipe()
+    output = folder / "found.json"
     done = subprocess.run(
-        [sys.executable, "-c", WATCHER, str(write), *words], env=environment, cwd=here, capture_output=True, text=True,
-        pass_fds=[write],
+        [sys.executable, "-c", WATCHER, str(output)], env=environment, cwd=home, capture_output=True, text=True,
+        input=json.dumps(calls),
     )  # fmt: skip
-    os.close(write)
-    with os.fdopen(read) as stream:
-        written = stream.read().splitlines()
     assert done.returncode == 0, done.stderr[-3000:]
-    allowed = (str(home), str(out), str(tmp_path / f".{out.name}.mala-hf"), "/dev/", "/proc/")
+    return folder, json.loads(output.read_text("utf-8")), done.stderr
+
+
+@pytest.mark.transformers
+@pytest.mark.xdist_group("commands")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_writes_into_its_output_and_the_users_caches_alone(command, commands_run):
+    """Python's audit hook sees every file that is opened to be written, and what is made, moved or removed."""
+    folder, found, said = commands_run
+    code, written = found[command]
+    assert code == 0, said[-3000:]
+    out, here = folder / command / "out", folder / command / "here"
+    allowed = (str(folder / "home"), str(out), str(out.with_name(".out.mala-hf")), "/dev/", "/proc/")
     assert [path for path in written if not path.startswith(allowed)] == []
     assert not list(here.iterdir()), "files in the folder where the command was run"
     if command in ("work", "demo", "convert"):
