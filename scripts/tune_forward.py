@@ -38,6 +38,8 @@ SHAPES = (
 FORMS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "fused": ({"discovery": "fused"}, {}),
     "fused_prefetching": ({"discovery": "fused"}, {"PREFETCHES_VALUES": True}),
+    "fused_wide": ({"discovery": "fused"}, {"FORWARD_IS_WIDE": True}),
+    "fused_wide_prefetching": ({"discovery": "fused"}, {"FORWARD_IS_WIDE": True, "PREFETCHES_VALUES": True}),
     "fused_q": ({"discovery": "fused"}, {"Q_IN_REGISTERS": True}),
     "tau0": ({"discovery": "fused", "tau": 0.0}, {}),
     "tau0_q": ({"discovery": "fused", "tau": 0.0}, {"Q_IN_REGISTERS": True}),
@@ -54,6 +56,7 @@ SWITCHES = {
     "WALKS_CANDIDATES": (launch, "WALKS_CANDIDATES"),
     "PREFETCHES_VALUES": (launch, "PREFETCHES_VALUES"),
     "Q_IN_REGISTERS": (launch, "Q_IN_REGISTERS"),
+    "FORWARD_IS_WIDE": (launch, "IS_WIDE"),
     "IS_WIDE": (discover, "IS_WIDE"),
     "INT8_Q_IN_REGISTERS": (discover_hopper, "Q_IN_REGISTERS"),
 }

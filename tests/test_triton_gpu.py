@@ -75,13 +75,13 @@ HOPPER += [case.with_(tau=0.0) for case in HOPPER]  # without a report of work: 
 
 @pytest.mark.skipif(not is_hopper(), reason="the Hopper kernel needs compute capability 9.0 and Triton 3.6")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("switches", [(), ("PREFETCHES_VALUES", "Q_IN_REGISTERS"), ("IS_WIDE",)], ids="-".join)
 @pytest.mark.parametrize("case", HOPPER, ids=ids(HOPPER))
 def test_the_hopper_kernel_gives_the_rules_values_and_the_portable_kernels_tiles(
-    case, is_new, dtype, device, monkeypatch
+    case, switches, dtype, device, monkeypatch
 ):
-    for name in ("PREFETCHES_VALUES", "Q_IN_REGISTERS"):
-        monkeypatch.setattr(importlib.import_module("mala_hf.ops.forward_hopper_launch"), name, is_new)
+    for name in switches:
+        monkeypatch.setattr(importlib.import_module("mala_hf.ops.forward_hopper_launch"), name, True)
     call = build(case, dtype, device)
     out, lse, work = run_with(monkeypatch, call, use_hopper=True)
     check_forward(call, out, lse, work)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused forward on Hopper: two query tiles per program, one warpgroup each, sharing every key tile.
+"""The fused forward on Hopper: two or three query tiles per program, one warpgroup each, sharing every key tile.
 
 In portable Triton all warps of a program wait for a score product, judge it and vote together, and the tensor cores idle
-meanwhile. Here each of two warpgroups owns a query tile of BLOCK_M rows and votes alone: while one judges, the other's product
-runs, and one vote settles two key tiles where both are skipped. A third warp brings key tiles through a ring of STAGES buffers; a
+meanwhile. Here each warpgroup owns a query tile of BLOCK_M rows and votes alone: while one judges, another's product runs, and with
+two of them one vote settles two key tiles where both are skipped. One more warp brings key tiles through a ring of STAGES buffers; a
 value tile is fetched by the warpgroup that retains it. With CAN_SKIP False there is no vote (``forward_hopper_all.py``), with IS_WALK
 candidates alone are visited (``hopper_walk.py``).
 Same tiles, same order and same rule functions as ``forward_kernel.py``, hence the same retained set.
@@ -37,17 +37,20 @@ RUNTIME_VALUES = [
 
 
 @gluon.jit
-def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-                 q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free, indices,
-                 stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
-                 batch, head, kv_head, q_tile_index, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
-                 window_left, window_right, scale_log2, softcap_log2, tau,
+def _attend_rows(warpgroup: gl.constexpr, arguments,
                  V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                  BLOCK_DV: gl.constexpr, STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr,
                  HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr,
                  SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
-                 PREFETCH: gl.constexpr, Q_IN_REGISTERS: gl.constexpr):  # fmt: skip
+                 PREFETCH: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr):  # fmt: skip
     """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first, or ``last`` candidates."""
+    (
+        q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
+        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free, indices,
+        stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
+        batch, head, kv_head, first_q_tile, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
+        window_left, window_right, scale_log2, softcap_log2, tau,
+    ) = arguments  # fmt: skip
     dtype: gl.constexpr = k_ring.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -56,6 +59,7 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_DV], dtype)
 
+    q_tile_index = first_q_tile + warpgroup
     start_m = q_tile_index * BLOCK_M
     q_smem = q_block.index(warpgroup)
     mbarrier.expect(q_ready.index(warpgroup), q_desc.block_type.nbytes)
@@ -104,14 +108,17 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
         v_smem = v_buffers.index(warpgroup)
         is_early = False
         count = last - first
-        if count % 2 == 1:
-            near = start_scores(q_tile, k_ring, k_ready, zeros, 0, STAGES, BLOCK_N, BLOCK_D, k_layout)
-            index = visited_tile(indices, 0, last, STAGES, IS_WALK)
+        alone = count
+        if WARPGROUPS == 2:  # three have registers for one tile at a time
+            alone = count % 2
+        for tile in range(alone):
+            near = start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
+            index = visited_tile(indices, tile, last, STAGES, IS_WALK)
             next_index = -1
-            if count > 1 and not IS_WALK:
+            if tile + 1 < count and not IS_WALK:
                 next_index = index - 1
             near = warpgroup_mma_wait(0, deps=[near])
-            mbarrier.arrive(k_free.index(0), count=1)
+            mbarrier.arrive(k_free.index(tile % STAGES), count=1)
             near, near_max = judge(
                 near, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
                 softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
@@ -120,39 +127,40 @@ def _attend_rows(warpgroup: gl.constexpr, q_desc, k_ring, v_desc, out_ptr, lse_p
                 batch, kv_head, tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit,
                 omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
                 RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
-        for tile in range(count % 2, count, 2):
-            near = start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
-            far = start_scores(q_tile, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
-            index = visited_tile(indices, tile, last, STAGES, IS_WALK)
-            far_index = visited_tile(indices, tile + 1, last, STAGES, IS_WALK)
-            next_index = -1
-            if tile + 2 < count and not IS_WALK:
-                next_index = far_index - 1
-            near = warpgroup_mma_wait(1, deps=[near])
-            mbarrier.arrive(k_free.index(tile % STAGES), count=1)
-            near, near_max = judge(
-                near, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
-                softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
-            far = warpgroup_mma_wait(0, deps=[far])
-            mbarrier.arrive(k_free.index((tile + 1) % STAGES), count=1)
-            far, far_max = judge(
-                far, far_index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
-                softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
-            # where both are skipped the limit stands still between them, so one vote settles both
-            may_retain = is_early
-            if not is_early:
-                may_retain = is_any(reaches_limit(near_max, limit) | reaches_limit(far_max, limit))
-            if may_retain | RETURN_WORK:
-                v_loads, is_early, row_max, row_sum, acc, limit, omitted = allocate(
-                    near, near_max, index, far_index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, is_early,
-                    batch, kv_head, tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit,
-                    omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
-                    HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
-                v_loads, is_early, row_max, row_sum, acc, limit, omitted = allocate(
-                    far, far_max, far_index, next_index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, is_early,
-                    batch, kv_head, tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit,
-                    omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
-                    HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
+        if WARPGROUPS == 2:
+            for tile in range(alone, count, 2):
+                near = start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
+                far = start_scores(q_tile, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
+                index = visited_tile(indices, tile, last, STAGES, IS_WALK)
+                far_index = visited_tile(indices, tile + 1, last, STAGES, IS_WALK)
+                next_index = -1
+                if tile + 2 < count and not IS_WALK:
+                    next_index = far_index - 1
+                near = warpgroup_mma_wait(1, deps=[near])
+                mbarrier.arrive(k_free.index(tile % STAGES), count=1)
+                near, near_max = judge(
+                    near, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+                    softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+                far = warpgroup_mma_wait(0, deps=[far])
+                mbarrier.arrive(k_free.index((tile + 1) % STAGES), count=1)
+                far, far_max = judge(
+                    far, far_index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right,
+                    scale_log2, softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+                # where both are skipped the limit stands still between them, so one vote settles both
+                may_retain = is_early
+                if not is_early:
+                    may_retain = is_any(reaches_limit(near_max, limit) | reaches_limit(far_max, limit))
+                if may_retain | RETURN_WORK:
+                    v_loads, is_early, row_max, row_sum, acc, limit, omitted = allocate(
+                        near, near_max, index, far_index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, is_early,
+                        batch, kv_head, tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit,
+                        omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
+                        HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
+                    v_loads, is_early, row_max, row_sum, acc, limit, omitted = allocate(
+                        far, far_max, far_index, next_index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, is_early,
+                        batch, kv_head, tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit,
+                        omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
+                        HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
         if PREFETCH:
             drop_values(v_ready.index(warpgroup), v_loads, is_early)
     else:
@@ -195,70 +203,83 @@ def mala_forward_hopper_kernel(
     V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
-    PREFETCH: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    PREFETCH: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Two neighbouring query tiles of one head; seqlen_q counts rows from q_begin, the first row that sees a key."""
+    """WARPGROUPS neighbouring query tiles of one head; seqlen_q counts rows from q_begin, the first row that sees a key."""
     program = gl.program_id(0)
-    num_pairs = gl.cdiv(num_q_tiles, 2)
-    pair = num_pairs - 1 - program % num_pairs  # the longest rows first
-    head = (program // num_pairs) % num_heads
-    batch = program // num_pairs // num_heads
+    num_groups = gl.cdiv(num_q_tiles, WARPGROUPS)
+    first_q_tile = (num_groups - 1 - program % num_groups) * WARPGROUPS  # the longest rows first
+    head = (program // num_groups) % num_heads
+    batch = program // num_groups // num_heads
     kv_head = head // num_kv_groups
-    start_m = pair * 2 * BLOCK_M
+    start_m = first_q_tile * BLOCK_M
     low = 0
     high = seqlen_k
     if HAS_LEFT:
         low = gl.maximum(start_m + seqlen_k - seqlen_q - window_left, 0)
     if HAS_RIGHT:
-        last_position = gl.minimum(start_m + 2 * BLOCK_M, seqlen_q) - 1 + seqlen_k - seqlen_q
+        last_position = gl.minimum(start_m + WARPGROUPS * BLOCK_M, seqlen_q) - 1 + seqlen_k - seqlen_q
         high = gl.minimum(last_position + window_right + 1, seqlen_k)
     first = low // BLOCK_N
     last = gl.cdiv(gl.maximum(high, 0), BLOCK_N)
-    near_exists = pair * 2 + 1 < num_q_tiles
-    first_word = ((batch.to(gl.int64) * num_heads + head) * support_rows + pair * 2) * support_words
+    num_tiles = gl.minimum(num_q_tiles - first_q_tile, WARPGROUPS)
+    first_word = ((batch.to(gl.int64) * num_heads + head) * support_rows + first_q_tile) * support_words
     if IS_WALK:
         first = 0
-        last = count_candidates(candidates_ptr + first_word, support_words, near_exists, 4)
+        last = count_candidates(candidates_ptr + first_word, support_words, num_tiles, WARPGROUPS, 4)
 
     dtype: gl.constexpr = k_desc.dtype
-    q_block = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    q_block = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     indices = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-    for warpgroup in gl.static_range(2):
+        mbarrier.init(k_free.index(stage), count=WARPGROUPS)
+    for warpgroup in gl.static_range(WARPGROUPS):
         mbarrier.init(q_ready.index(warpgroup), count=1)
         mbarrier.init(v_ready.index(warpgroup), count=1)
-        mbarrier.init(v_free.index(warpgroup), count=2)
+        mbarrier.init(v_free.index(warpgroup), count=WARPGROUPS)
 
-    near: gl.constexpr = 1  # the later rows
-    far: gl.constexpr = 0
-    gl.warp_specialize([
-        (_attend_rows, (near, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free, indices,
-                        stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
-                        support_rows, support_words, batch, head, kv_head, pair * 2 + 1,
-                        first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, window_left,
-                        window_right, scale_log2, softcap_log2, tau,
-                        V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
-                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH,
-                        Q_IN_REGISTERS)),
-        (_attend_rows, (far, q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-                        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free, indices,
-                        stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm,
-                        support_rows, support_words, batch, head, kv_head, pair * 2,
-                        first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, window_left,
-                        window_right, scale_log2, softcap_log2, tau,
-                        V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES,
-                        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH,
-                        Q_IN_REGISTERS)),
-        (load_visited, (k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, indices, candidates_ptr, first_word,
-                        support_words, near_exists, batch, kv_head, first, last, STAGES, BLOCK_N, CAN_SKIP, IS_WALK)),
-    ], [4, 1], [232, 40] if IS_WALK else [240, 24])  # fmt: skip
+    arguments = (
+        q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
+        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free, indices,
+        stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
+        batch, head, kv_head, first_q_tile, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
+        window_left, window_right, scale_log2, softcap_log2, tau,
+    )  # fmt: skip
+    loaded = (
+        k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, indices, candidates_ptr, first_word, support_words,
+        num_tiles, batch, kv_head, first, last,
+    )  # fmt: skip
+    earliest: gl.constexpr = 0
+    middle: gl.constexpr = 1
+    latest: gl.constexpr = 2
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (_attend_rows, (middle, arguments,
+                V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH, Q_IN_REGISTERS, WARPGROUPS)),
+            (_attend_rows, (earliest, arguments,
+                V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH, Q_IN_REGISTERS, WARPGROUPS)),
+            (load_visited, (loaded, STAGES, BLOCK_N, CAN_SKIP, IS_WALK, WARPGROUPS)),
+        ], [4, 1], [232, 40] if IS_WALK else [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_attend_rows, (latest, arguments,
+                V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH, Q_IN_REGISTERS, WARPGROUPS)),
+            (_attend_rows, (middle, arguments,
+                V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH, Q_IN_REGISTERS, WARPGROUPS)),
+            (_attend_rows, (earliest, arguments,
+                V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH, Q_IN_REGISTERS, WARPGROUPS)),
+            (load_visited, (loaded, STAGES, BLOCK_N, CAN_SKIP, IS_WALK, WARPGROUPS)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip

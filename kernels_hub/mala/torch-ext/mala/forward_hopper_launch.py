@@ -23,6 +23,7 @@ ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
 # compiled and reasoned about, but not measured on a GPU yet; so the kernels that were measured stay
 WALKS_CANDIDATES = False  # INT8 discovery's candidates by this kernel, which reads their keys once for two query tiles
 PREFETCHES_VALUES = False  # those of the next tile after a tile that is retained
+IS_WIDE = False  # three query tiles per program, where tiles may be skipped: a third fewer reads of the keys
 Q_IN_REGISTERS = False  # where no product has to read queries from shared memory, whose rate is another limit
 MAX_DIM_IN_REGISTERS = 128
 
@@ -40,9 +41,11 @@ def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Option
     )
 
 
-def _shared_bytes(q: Tensor, v: Tensor, config: TileConfig, stages: int) -> int:
+def _shared_bytes(q: Tensor, v: Tensor, config: TileConfig, stages: int, warpgroups: int = 2) -> int:
     block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
-    elements = (2 * config.block_m + stages * config.block_n) * block_d + 2 * config.block_n * block_dv
+    elements = (
+        warpgroups * config.block_m + stages * config.block_n
+    ) * block_d + warpgroups * config.block_n * block_dv
     return elements * q.element_size() + 1024
 
 
@@ -74,24 +77,25 @@ def launch_forward_hopper(
     """Fill out, lse and, where given, tiles, certificate and support; shapes and ``candidates`` as in ``forward.launch_forward``."""
     block_m, block_n = config.tile
     block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
-    stages = max(n for n in (2, 3, 4) if n == 2 or _shared_bytes(q, v, config, n) <= MAX_SHARED_BYTES)
+    can_skip = settings.tau > 0 or any(x is not None for x in (tiles, support, candidates))
+    is_wide = IS_WIDE and can_skip and candidates is None and _shared_bytes(q, v, config, 2, 3) <= MAX_SHARED_BYTES
+    warpgroups = 3 if is_wide else 2
+    fitting = [n for n in (2, 3, 4) if _shared_bytes(q, v, config, n, warpgroups) <= MAX_SHARED_BYTES]
+    stages = max(fitting, default=2)
     q_begin, q_end, _, seqlen_k = sequences.common
     num_q_tiles = math.ceil((q_end - q_begin) / block_m)
     num_heads = q.shape[2]
     unit = 8 if all(stride % 8 == 0 for stride in out.stride()[:3]) else 1
     left, right = settings.window
     with torch.cuda.device(q.device):
-        mala_forward_hopper_kernel[((num_q_tiles + 1) // 2 * num_heads * q.shape[0],)](
+        mala_forward_hopper_kernel[(math.ceil(num_q_tiles / warpgroups) * num_heads * q.shape[0],)](
             _descriptor(q, block_m, block_d),
             _descriptor(k, block_n, block_d),
             _descriptor(v, block_n, block_dv),
             out,
             lse,
-            sinks,
-            tiles,
-            certificate,
-            support,
-            candidates,
+            # one that is not there is not read; the kernel's tuples hold no None
+            *(lse if x is None else x for x in (sinks, tiles, certificate, support, candidates)),
             *(stride // unit for stride in out.stride()[:3]),
             *lse.stride()[:2],
             *((0, 0, 0) if tiles is None else tiles.stride()[:3]),
@@ -120,9 +124,10 @@ def launch_forward_hopper(
             HAS_SINKS=sinks is not None,
             RETURN_WORK=tiles is not None,
             SAVE_SUPPORT=support is not None,
-            CAN_SKIP=settings.tau > 0 or any(x is not None for x in (tiles, support, candidates)),
+            CAN_SKIP=can_skip,
             IS_WALK=candidates is not None,
             PREFETCH=PREFETCHES_VALUES,
+            WARPGROUPS=warpgroups,
             Q_IN_REGISTERS=Q_IN_REGISTERS and block_d <= MAX_DIM_IN_REGISTERS,
             num_warps=4,
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates in the Hopper forward: both warpgroups visit the tiles that one of their two query tiles has as a candidate.
+"""Candidates in the Hopper forward: all warpgroups visit the tiles that one of their query tiles has as a candidate.
 
-A tile that is a candidate of the other alone is tested too and skipped, as in a search through all tiles. So keys are read once for
-two query tiles; the loading warp walks the bits and says with each tile which it is.
+A tile that is a candidate of another alone is tested too and skipped, as in a search through all tiles. So keys are read once for
+all of them; the loading warp walks the bits and says with each tile which it is.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))  # of one num
 
 
 @gluon.jit
-def _load_union(row, chunk, num_words, near_exists, WARPS: gl.constexpr):
-    """(WORDS,) words of a row of candidates and of the next one together, from word ``chunk * WORDS`` on; and their lanes."""
+def _load_union(row, chunk, num_words, num_tiles, TILES: gl.constexpr, WARPS: gl.constexpr):
+    """(WORDS,) words of a row of candidates and of the next ones, ``num_tiles`` in all, together; and their lanes."""
     lanes = gl.arange(0, WORDS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     offset = chunk * WORDS + lanes
-    exists = offset < num_words
-    far = gl.load(row + offset, mask=exists, other=0)
-    near = gl.load(row + num_words + offset, mask=exists & near_exists, other=0)
-    return far | near, lanes
+    words = gl.zeros_like(lanes)
+    for tile in gl.static_range(TILES):
+        words |= gl.load(row + tile * num_words + offset, mask=(offset < num_words) & (tile < num_tiles), other=0)
+    return words, lanes
 
 
 @gluon.jit
-def count_candidates(row, num_words, near_exists, WARPS: gl.constexpr):
-    """Tiles that are candidates of the query tile whose words begin at ``row`` or of the next."""
+def count_candidates(row, num_words, num_tiles, TILES: gl.constexpr, WARPS: gl.constexpr):
+    """Tiles that are candidates of one of ``num_tiles`` <= TILES query tiles, whose words begin at ``row``."""
     count = 0
     for chunk in range(gl.cdiv(num_words, WORDS)):
-        words, _ = _load_union(row, chunk, num_words, near_exists, WARPS)
+        words, _ = _load_union(row, chunk, num_words, num_tiles, TILES, WARPS)
         count += count_bits(words)
     return count
 
 
 @gluon.jit
 def _load_candidates(
-    k_desc, k_ring, k_ready, k_free, indices, batch, kv_head, row, num_words, near_exists, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    k_desc, k_ring, k_ready, k_free, indices, batch, kv_head, row, num_words, num_tiles, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: as ``hopper_steps.load_tiles``, of candidates from the last down, each with its number in ``indices``."""
     number_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -49,7 +49,7 @@ def _load_candidates(
     num_chunks = gl.cdiv(num_words, WORDS)
     for step in range(num_chunks):
         chunk = num_chunks - 1 - step
-        words, lanes = _load_union(row, chunk, num_words, near_exists, 1)
+        words, lanes = _load_union(row, chunk, num_words, num_tiles, TILES, 1)
         place = WORDS
         word = 0
         for _ in range(count_bits(words)):
@@ -63,15 +63,17 @@ def _load_candidates(
 
 
 @gluon.jit
-def load_visited(
-    k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, indices, candidates_ptr, first_word, num_words, near_exists,
-    batch, kv_head, first, last, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
-):  # fmt: skip
+def load_visited(arguments, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
+                 TILES: gl.constexpr):  # fmt: skip
     """The loading warp, over all tiles or over candidates."""
+    (
+        k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, indices, candidates_ptr, first_word, num_words, num_tiles,
+        batch, kv_head, first, last,
+    ) = arguments  # fmt: skip
     if IS_WALK:
         row = candidates_ptr + first_word
         _load_candidates(
-            k_desc, k_ring, k_ready, k_free, indices, batch, kv_head, row, num_words, near_exists, STAGES, BLOCK_N
+            k_desc, k_ring, k_ready, k_free, indices, batch, kv_head, row, num_words, num_tiles, STAGES, BLOCK_N, TILES
         )
     else:
         load_tiles(k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, batch, kv_head, first, last, STAGES, BLOCK_N,
