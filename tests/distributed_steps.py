@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few training steps of a tiny Llama with "mala": in one process, or in one of several that ``torchrun`` started.
 
-torchrun --nproc-per-node 2 tests/distributed_steps.py FOLDER    # writes FOLDER/RANK.pt: by each of WAYS
+torchrun --nproc-per-node 2 tests/distributed_steps.py {ddp,fsdp2,trainer} FOLDER    # writes FOLDER/RANK.pt
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from tiny_model import runs_of_tokens, tiny_llama
 from torch import Tensor
@@ -129,7 +128,6 @@ class Losses(TrainerCallback):
 
 def steps_with_trainer() -> dict[str, Any]:
     """The same steps through Trainer."""
-    torch.distributed.init_process_group("gloo")
     model, optimizer = model_and_optimizer()
     curves = Losses()
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -160,23 +158,14 @@ def steps_with_trainer() -> dict[str, Any]:
     }
 
 
-# each makes its group of processes anew, with accelerate's state of its own
-WAYS = {
-    "ddp": lambda: steps_with_accelerate("ddp"),
-    "fsdp2": lambda: steps_with_accelerate("fsdp2"),
-    "trainer": steps_with_trainer,
-}
-
-
 def main() -> None:
     torch.set_num_threads(1)
-    found = {}
-    for name, steps in WAYS.items():
-        found[name] = steps()
-        rank = torch.distributed.get_rank()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        torch.distributed.destroy_process_group()
-    torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    if kind == "trainer":
+        torch.distributed.init_process_group("gloo")
+    found = steps_with_trainer() if kind == "trainer" else steps_with_accelerate(kind)
+    torch.save(found, folder / f"{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

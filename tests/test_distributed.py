@@ -7,6 +7,8 @@ in the same order, without communication. It differs from whole batches by round
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from distributed_steps import BATCH, LENGTH, STEPS, model_and_optimizer, steps_in_one_process, whole
@@ -22,6 +24,12 @@ WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPLlamaForCausalLM", "
 FLOOR = 1e-6  # relative; some eight roundings of float32
 
 
+def saved_by(kind: str, folder: Path) -> list[dict]:
+    """What each process saved."""
+    launch(ROOT / "tests" / "distributed_steps.py", kind, folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
+
+
 @pytest.fixture(scope="module")
 def one_process() -> dict:
     return steps_in_one_process()
@@ -32,17 +40,9 @@ def halves() -> dict:
     return steps_in_one_process(parts=PROCESSES)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> list[dict]:
-    """What each process saved, by WRAPPERS."""
-    folder = tmp_path_factory.mktemp("steps")
-    launch(ROOT / "tests" / "distributed_steps.py", folder)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
-
-
-@pytest.fixture(params=WRAPPERS)
-def run(request, saved) -> tuple[str, list[dict]]:
-    return request.param, [of_process[request.param] for of_process in saved]
+@pytest.fixture(scope="module", params=WRAPPERS)
+def run(request, tmp_path_factory) -> tuple[str, list[dict]]:
+    return request.param, saved_by(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def difference(one: dict, other: dict, what: str) -> float:
