@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .config import MalaConfig
 from .families import warn_unless_tested
 from .hub import load_kernel
 from .ops.hf_settings import named
-from .registration import NAME
+from .registration import NAME, REFERENCE_NAME
 
 _BEFORE = "_mala_before"
 
@@ -55,18 +55,27 @@ def patch_model(model: nn.Module, config: MalaConfig | None = None) -> nn.Module
     if config.kernel is not None:
         load_kernel(config.kernel)
     warn_unless_tested(text_config)
-    if getattr(inner, _BEFORE, None) is None:
+    before: _Before | None = getattr(inner, _BEFORE, None)
+    if before is None:
         setattr(inner, _BEFORE, _Before.of(inner))
+    elif not _runs_mala(text_config):  # another attention was chosen since: unpatching goes back to that
+        setattr(inner, _BEFORE, replace(before, implementation=text_config._attn_implementation))
     inner.set_attn_implementation({key: NAME})
     text_config.mala = config.to_dict()
     return model
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:
-    """Undo :func:`patch_model`; a model that was not patched stays as it is. Returns ``model``."""
+    """Undo :func:`patch_model`; a model that was not patched stays as it is. Returns ``model``.
+
+    An attention implementation that was chosen after patching stays, too: only the settings in ``config.mala`` are taken back.
+    """
     inner = _transformers_model(model)
     before: _Before | None = getattr(inner, _BEFORE, None)
     if before is not None:
+        text_config = _text_config(inner)[1]
+        if not _runs_mala(text_config):
+            before = replace(before, implementation=text_config._attn_implementation)
         before.restore(inner)
         delattr(inner, _BEFORE)
     return model
@@ -128,17 +137,30 @@ class _Before:
             del text_config.mala
 
 
-def _transformers_model(model: Any) -> PreTrainedModel:
-    """The one Transformers model in what wraps it."""
+def _runs_mala(text_config: Any) -> bool:
+    return text_config._attn_implementation in (NAME, REFERENCE_NAME)
+
+
+def transformers_models(model: Any) -> list[PreTrainedModel]:
+    """The Transformers models in what wraps them, those inside others left out. Raises ``ValueError`` where there is none."""
     found: list[PreTrainedModel] = []
     parts: set[int] = set()
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel) and id(module) not in parts:
             found.append(module)
             parts |= {id(part) for part in module.modules()}
+    if not found:
+        raise ValueError(f"this takes a Transformers model, or what wraps one, and got a {type(model).__name__}")
+    return found
+
+
+def _transformers_model(model: Any) -> PreTrainedModel:
+    """The one Transformers model in what wraps it."""
+    found = transformers_models(model)
     if len(found) != 1:
-        held = f"{len(found)} of them: patch each alone" if found else f"a {type(model).__name__}"
-        raise ValueError(f"this takes a Transformers model, or what wraps one, and got {held}")
+        raise ValueError(
+            f"this takes a Transformers model, or what wraps one, and got {len(found)} of them: patch each alone"
+        )
     return found[0]
 
 

@@ -79,6 +79,24 @@ def test_patching_again_changes_the_settings_and_keeps_the_way_back():
     assert unpatch_model(model).config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("chosen", ["eager", "sdpa", "mala_reference"])
+def test_unpatching_keeps_another_attention_that_was_chosen_since_but_none_of_ours(chosen):
+    model = patch_model(tiny("llama", attention="sdpa"))
+    model.set_attn_implementation(chosen)
+    unpatch_model(model)
+    assert model.config._attn_implementation == ("sdpa" if chosen == "mala_reference" else chosen)
+    assert not hasattr(model.config, "mala")
+
+
+def test_patching_again_after_another_attention_was_chosen_leads_back_to_that():
+    model = tiny("llama", attention="sdpa")
+    model.config.mala = {"tau": 3.0}
+    patch_model(model, MalaConfig(tau=0.5)).set_attn_implementation("eager")
+    unpatch_model(patch_model(model))
+    assert model.config._attn_implementation == "eager"
+    assert model.config.mala == {"tau": 3.0}
+
+
 def test_settings_of_the_checkpoint_come_back_after_unpatching():
     model = tiny("llama")
     model.config.mala = {"tau": 3.0}
