@@ -13,6 +13,7 @@ import torch.distributed
 from .ops.hf import recorders
 from .ops.hf_heads import HeadWork
 from .ops.hf_settings import DENSE
+from .patch import transformers_models
 from .recorded_layer import LayerWork, counted_slots
 
 
@@ -127,11 +128,15 @@ def record_work(model: torch.nn.Module) -> Iterator[WorkReport]:
     The report is this process's; :meth:`WorkReport.gathered` puts those of all processes together. Blocks may be nested, also for
     several models. Recomputation by gradient checkpointing may be counted or not.
 
+    Raises:
+        ValueError: for what holds no Transformers model.
+
     >>> with mala_attention(model), record_work(model) as work:
     ...     _ = model(**inputs)
     >>> 0 < work.work_fraction <= 1
     True
     """
+    transformers_models(model)  # raises where there is none
     names = {id(module): name for name, module in model.named_modules()}
     report = WorkReport()
 

@@ -37,6 +37,17 @@ def attention_work(lengths: list[int]) -> list[ops.Work]:
     return works
 
 
+@pytest.mark.parametrize(
+    "wrong", [None, "model", torch.nn.Linear(2, 2)], ids=["None", "a name", "no Transformers model"]
+)
+def test_what_holds_no_transformers_model_is_refused_before_the_block_runs(wrong):
+    with (
+        pytest.raises(ValueError, match=f"takes a Transformers model.* got a {type(wrong).__name__}"),
+        record_work(wrong),
+    ):
+        pytest.fail("the block ran")
+
+
 def test_a_layers_numbers_are_means_over_all_rows_of_all_forwards():
     layer, works = LayerWork("attention", 0), attention_work([40, 24])
     for work in works:
