@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     options = parser.parse_args()
     begin = time.monotonic()
-    versions = {"torch": torch.__version__, "triton": __import__("triton").__version__}
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "versions": versions, "rows": []}
     for numbers in SHAPES:
         if time.monotonic() - begin > options.seconds:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     options = parser.parse_args()
     begin = time.monotonic()
-    versions = {"torch": torch.__version__, "triton": __import__("triton").__version__}
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "versions": versions, "rows": []}
     for shape in options.shapes:
         if time.monotonic() - begin > options.seconds:
