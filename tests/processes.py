@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from project import ROOT
 
 PROCESSES, TIME_LIMIT = 2, 240  # seconds, for machines that are busy: each takes about ten
+GRACE = 20  # seconds in which torchrun ends its processes, each of which has a session of its own
 
 
 def launch(script: Path, *arguments: object, fails: bool = False, gpus: bool = False) -> str:
@@ -32,7 +34,11 @@ def launch(script: Path, *arguments: object, fails: bool = False, gpus: bool = F
         output, _ = process.communicate(timeout=TIME_LIMIT)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     assert (process.returncode != 0) == fails, output
     return output
