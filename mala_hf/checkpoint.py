@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .extras import how_to_install
 from .model_place import check_model, check_tokenizer, loading_errors, one_line
 from .quiet import is_quiet
 from .rope_scaling import scale_rope
@@ -171,7 +172,7 @@ def offline_place() -> tuple[Path, dict[str, Any]]:
         import gguf  # noqa: F401
     except ImportError as missing:
         raise ImportError(
-            f"{missing.name} is needed to read the offline checkpoint: pip install 'mala-hf[demo]'"
+            f"{missing.name} is needed to read the offline checkpoint: {how_to_install('demo')}"
         ) from missing
     path = offline_checkpoint()
     return path.parent, gguf_arguments(path)

@@ -20,7 +20,7 @@ from .config import MalaConfig
 from .convert_bench import Bench, Evidence
 from .convert_config import MODELING, attention_choice, auto_map_of, converted_config
 from .convert_evidence import gather, taus_in
-from .convert_gguf import gguf_name, gguf_place, is_gguf, unpack_gguf
+from .convert_gguf import check_named, gguf_name, gguf_place, is_gguf, unpack_gguf
 from .convert_output import bytes_to_copy, check_output, check_room, work_folder, write_checkpoint
 from .convert_report import FOLDER, card_with_section, report_files
 from .convert_ruler import draw_ruler
@@ -28,6 +28,7 @@ from .convert_search import TauSearch
 from .convert_source import CONFIG, Source, open_source, read_folder
 from .convert_store import Measurements
 from .convert_tuning import search_taus
+from .extras import require_packages
 from .info import device_name, versions
 from .patch import patch_model
 from .quiet import quietly
@@ -95,6 +96,9 @@ def convert(
     _check_measurable(settings, place)
     check_output(output)
     text, text_name = read_text(evidence.text)
+    check_named(str(checkpoint))
+    if evidence.ruler_samples:
+        require_packages("eval", ("numpy", "wonderwords"), instead="leave RULER out (--ruler 0, ruler_samples=0)")
     work = work_folder(output)
     with quietly(quiet):
         source, model_config = _open(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .checkpoint import OFFLINE_MODEL, gguf_arguments, offline_place
+from .convert_source import check_checkpoint
 
 OFFLINE_NAME = "smollm2"
 
@@ -22,6 +23,12 @@ def is_gguf(checkpoint: str) -> bool:
     if is_one and not Path(checkpoint).is_file():
         raise FileNotFoundError(f"{checkpoint}: no such file")
     return is_one
+
+
+def check_named(checkpoint: str) -> None:
+    """Raise, as a conversion would, for what cannot be a checkpoint; only what lies here is looked at, not the hub."""
+    if not is_gguf(checkpoint):
+        check_checkpoint(checkpoint)
 
 
 def gguf_name(checkpoint: str) -> str:

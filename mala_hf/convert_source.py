@@ -47,13 +47,20 @@ def open_source(checkpoint: str, *, download: bool = True) -> Source:
     download: without it, a hub name's weights are neither fetched nor checked. Raises ``FileNotFoundError`` for a folder that is not
     there, ``OSError`` for a name that the hub does not give, ``ValueError`` for a checkpoint that is damaged or has no safetensors.
     """
+    check_checkpoint(checkpoint)
     if Path(checkpoint).is_dir():
         return read_folder(Path(checkpoint), Path(checkpoint).resolve().name)
-    if Path(checkpoint).exists():
-        raise ValueError(f"{checkpoint} is a file: give the folder of the checkpoint")
-    if not HUB_NAME.fullmatch(checkpoint):
-        raise FileNotFoundError(f"{checkpoint}: no such folder")
     return read_folder(_from_hub(checkpoint, weights=download), checkpoint, with_weights=download)
+
+
+def check_checkpoint(checkpoint: str) -> None:
+    """Raise for what is neither a model's folder nor a name that the hub could have; the hub is not asked."""
+    if Path(checkpoint).is_dir():
+        _read_config(Path(checkpoint), Path(checkpoint).resolve().name)
+    elif Path(checkpoint).exists():
+        raise ValueError(f"{checkpoint} is a file: give the folder of the checkpoint")
+    elif not HUB_NAME.fullmatch(checkpoint):
+        raise FileNotFoundError(f"{checkpoint}: no such folder")
 
 
 def read_folder(folder: Path, name: str, *, with_weights: bool = True) -> Source:

@@ -7,6 +7,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from .extras import how_to_install
 from .model_place import hub_answers
 from .quiet import quiet_data
 from .text import read_text
@@ -43,7 +44,7 @@ def read_dataset(name: str, limit: int | None = None) -> tuple[list[str], str]:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError("data sets need the package datasets: pip install 'mala-hf[eval]'") from error
+        raise ImportError(f"data sets need the package datasets: {how_to_install('eval')}") from error
     place, config, split = [*(part or None for part in name.split(":", 2)), None, None][:3]
     if place is None:
         raise ValueError(f"a data set is NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got {name!r}")

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from .config import check_kernel_name
+from .extras import how_to_install
 from .ops import hf as ours
 from .ops.hf_heads import sharers
 from .ops.support_reuse import records_support
@@ -62,7 +63,7 @@ def _fetched(name: str, trust_remote_code: bool) -> ModuleType:
     try:
         from kernels import get_kernel
     except ImportError as error:
-        raise ImportError(f"the Hub kernel {name!r} needs the package kernels: pip install 'mala-hf[hub]'") from error
+        raise ImportError(f"the Hub kernel {name!r} needs the package kernels: {how_to_install('hub')}") from error
     repository, _, revision = name.partition("@")
     which = {"revision": revision} if revision else {"version": KERNEL_VERSION}
     return get_kernel(repository, trust_remote_code=trust_remote_code, **which)

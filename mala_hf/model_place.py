@@ -21,15 +21,15 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def check_model(name: str | Path) -> None:
+def check_model(name: str | Path, *, ask_hub: bool = True) -> None:
     """Raise for what cannot be a model to load.
 
     ``ValueError`` for a folder that holds none, and for a file; ``FileNotFoundError`` for a folder that is not there; ``OSError`` for
-    a name that the hub does not give. The hub is asked once, and only for a name that its cache lacks.
+    a name that the hub does not give. The hub is asked once, and only for a name that its cache lacks; not without ``ask_hub``.
     """
     folder = Path(name)
     if not folder.is_dir():
-        _check_elsewhere(name, "model", CONFIG)
+        _check_elsewhere(name, "model", CONFIG, ask_hub)
         return
     if not (folder / CONFIG).is_file():
         raise ValueError(no_config(folder, str(name)))
@@ -125,14 +125,15 @@ def loading_errors(name: str | Path, what: str) -> Iterator[None]:
         raise kind(f"cannot load the {what} of {name}: {one_line(error)}") from error
 
 
-def _check_elsewhere(name: str | Path, what: str, file: str) -> None:
+def _check_elsewhere(name: str | Path, what: str, file: str, ask_hub: bool = True) -> None:
     text, is_packed = str(name), str(name).endswith(".gguf")
     if Path(name).exists():
         way = f"make a folder of it with mala-hf convert {text} OUT" if is_packed else f"give the folder of the {what}"
         raise ValueError(f"{text} is a file: {way}")
     if is_packed or not HUB_NAME.fullmatch(text):
         raise FileNotFoundError(f"{text}: no such folder, and no name of the hub, which is ORGANISATION/NAME")
-    check_hub(text, file)
+    if ask_hub:
+        check_hub(text, file)
 
 
 def _is_about_the_name(error: Exception) -> bool:

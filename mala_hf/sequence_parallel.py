@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .extras import how_to_install
 from .ops.hf_mask import PACKING_DTYPE
 
 NAME = "mala"
@@ -34,10 +35,10 @@ def ulysses(size: int, **options: Any) -> Any:
         from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig, is_deepspeed_available
     except ImportError as error:
         raise ImportError(
-            "sequence parallelism needs accelerate 1.12 or newer: pip install 'mala-hf[ulysses]'"
+            f"sequence parallelism needs accelerate 1.12 or newer: {how_to_install('ulysses')}"
         ) from error
     if not is_deepspeed_available():
-        raise ImportError("sequence parallelism in accelerate runs on DeepSpeed: pip install 'mala-hf[ulysses]'")
+        raise ImportError(f"sequence parallelism in accelerate runs on DeepSpeed: {how_to_install('ulysses')}")
     attention = options.pop("sp_attn_implementation", NAME)
     if attention != NAME:
         raise ValueError(f"this is for {NAME!r}, got sp_attn_implementation={attention!r}")

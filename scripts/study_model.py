@@ -27,6 +27,7 @@ from concentrate_runs import no_bar
 from stored_results import as_text
 
 from mala_hf.checkpoint import OFFLINE_MODEL, load_model
+from mala_hf.extras import how_to_install
 from mala_hf.implementations import Implementation, implementations_of, using_implementation
 from mala_hf.info import checked_out_commit, device_name, versions
 from mala_hf.ruler import TASKS
@@ -219,7 +220,7 @@ def task_manager(options: argparse.Namespace, tasks: list[str]) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ImportError("knowledge and reasoning need lm-evaluation-harness: pip install 'mala-hf[eval]'") from error
+        raise ImportError(f"knowledge and reasoning need lm-evaluation-harness: {how_to_install('eval')}") from error
     from task_data import check_data
 
     options.task_data = None if options.task_data is None else options.task_data.resolve()

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 
 import pytest
+from project import PROJECT, ROOT
 
 from mala_hf.cli import main
+from mala_hf.extras import how_to_install
 
 pytestmark = pytest.mark.transformers
 
@@ -146,6 +149,51 @@ def test_a_wrong_argument_comes_before_the_model(command, arguments, message, he
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mala-hf: error: ")]
     assert message in line
     assert sorted(here.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [(command, *case) for command, cases in WRONG.items() if command != "lm-eval" for case in cases[:4]]
+    + [
+        (command, ["--model", "./nope"], "./nope: no such folder")
+        for command in ("demo", "work", "ppl", "ruler", "generate")
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value if value in WRONG else "",
+)
+def test_a_wrong_argument_comes_before_a_missing_package(command, arguments, message, here, capsys, monkeypatch):
+    monkeypatch.setattr("mala_hf.extras.find_spec", lambda name: None)
+    assert main([*BEFORE[command], *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_conversion_says_that_a_path_is_none_and_else_how_to_do_without_ruler(here, capsys, monkeypatch):
+    monkeypatch.setattr("mala_hf.extras.find_spec", lambda name: None)
+    (here / "empty").mkdir()
+    missing = f"numpy, wonderwords not installed: {how_to_install('eval')}; or leave RULER out (--ruler 0, "
+    for checkpoint, message in (
+        ("./nope", "./nope: no such folder"),
+        ("nope.gguf", "nope.gguf: no such file"),
+        ("FILE", "FILE is a file: give the folder"),
+        ("empty", "no config.json in empty"),
+        (NAME, missing),
+    ):
+        assert main(["convert", checkpoint, "out"]) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(Reached):
+        main(["convert", NAME, "out", "--ruler", "0"])
+
+
+def test_hints_and_pages_install_an_extra_alike():
+    pages = "".join(path.read_text("utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    found = re.findall(r"(pip install '[^'\[]*\[(\w+)\]')", pages)
+    assert {"demo", "eval", "ulysses"} <= {extra for _, extra in found} <= {*PROJECT["optional-dependencies"]}
+    for command, extra in found:
+        assert how_to_install(extra).startswith(f"{command} in a checkout")
+
+
+def test_no_file_writes_a_hint_of_its_own():
+    own = [path.name for path in (ROOT / "mala_hf").rglob("*.py") if "pip install 'mala-hf[" in path.read_text("utf-8")]
+    assert own == ["extras.py"]
 
 
 @pytest.mark.parametrize("command", [command for command in BEFORE if command != "lm-eval"])

@@ -13,6 +13,7 @@ from lm_eval_inputs import save_checkpoint, write_task
 
 from mala_hf import registration
 from mala_hf.cli import main
+from mala_hf.extras import how_to_install
 from mala_hf.lm_eval.launcher import CONFIGS, with_our_tasks
 
 OURS = ["--include_path", str(CONFIGS)]
@@ -40,9 +41,9 @@ def test_our_tasks_come_first_and_a_folder_or_configuration_of_the_user_wins(arg
 
 
 def test_without_lm_eval_the_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("mala_hf.cli.options.find_spec", lambda name: None)
+    monkeypatch.setattr("mala_hf.extras.find_spec", lambda name: None)
     assert main(["lm-eval", "ls", "tasks"]) == 1
-    assert capsys.readouterr().err == "mala-hf: error: lm_eval not installed: pip install 'mala-hf[eval]'\n"
+    assert capsys.readouterr().err == f"mala-hf: error: lm_eval not installed: {how_to_install('eval')}\n"
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_other_words_than_the_original_ones_are_refused(monkeypatch):
     monkeypatch.setattr(ruler_words, "version", lambda name: "2.2.0")
     ruler_words.read_words.cache_clear()
     with pytest.raises(
-        ImportError, match=r"words are those of wonderwords 3.0.1, found 2.2.0: pip install 'mala-hf\[eval\]'"
+        ImportError, match=r"words are those of wonderwords 3.0.1, found 2.2.0: pip install '\.\[eval\]' in a checkout"
     ):
         generate("cwe", tokenizer=count_words, length=1024, num_samples=1)
 
@@ -108,7 +108,7 @@ def test_other_words_than_the_original_ones_are_refused(monkeypatch):
 def test_a_missing_sentence_splitter_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "nltk", None)
     monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
-    with pytest.raises(ImportError, match=r"nltk: pip install 'mala-hf\[eval\]'"):
+    with pytest.raises(ImportError, match=r"nltk: pip install '\.\[eval\]' in a checkout"):
         punkt_sentences("One. Two.")
 
     def sent_tokenize(text: str) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoint import check_device
+from ..model_place import check_model
 
 
 def check_numbers(options: argparse.Namespace, **least: int) -> None:
@@ -22,8 +23,14 @@ def check_numbers(options: argparse.Namespace, **least: int) -> None:
 
 
 def check_place(options: argparse.Namespace, folder: Path | None = None, file: Path | None = None) -> None:
-    """Raise ``ValueError`` for a device that is not here, and ``OSError`` for a folder or file that cannot be written."""
+    """Raise for a device that is not here, a path that is no model's, and a folder or file that cannot be written.
+
+    ``ValueError`` or ``OSError``; the hub is not asked.
+    """
     check_device(options.device)
+    needs_tokenizer_only = getattr(options, "prepare", False)
+    if getattr(options, "model", None) is not None and not needs_tokenizer_only:
+        check_model(options.model, ask_hub=False)
     if folder is not None:
         check_folder(folder)
     if file is not None:

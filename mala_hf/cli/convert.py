@@ -7,7 +7,7 @@ import argparse
 import json
 from typing import Any
 
-from .options import add_command, notice, require_packages
+from .options import add_command, notice
 
 
 def add(commands: Any) -> None:
@@ -35,9 +35,6 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Convert, or go on where a conversion stopped; print before and after, or the plan."""
-    require_packages("demo", ("tqdm",))
-    if options.ruler:
-        require_packages("eval", ("numpy", "wonderwords"))
     from ..convert_bench import Evidence
     from ..convert_checkpoint import convert
 

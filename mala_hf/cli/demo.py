@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .checks import check_place
-from .options import add_command, add_model_options, require_packages
+from .options import add_command, add_model_options
 
 
 def add(commands: Any) -> None:
@@ -38,9 +38,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the demo, save its files, and print tables or JSON."""
-    require_packages("demo")
     from ..demo import DemoSettings, run_demo
-    from ..report import print_report, save_json, save_picture
+    from ..extras import require_packages
 
     settings = DemoSettings(
         model=options.model,
@@ -51,6 +50,9 @@ def run(options: argparse.Namespace) -> None:
         device=options.device,
     )
     check_place(options, folder=options.output)
+    require_packages("demo", ("accelerate", "gguf", "matplotlib", "rich"))
+    from ..report import print_report, save_json, save_picture
+
     result = run_demo(settings, quiet=options.quiet)
     files = [save_json(result, options.output), save_picture(result, options.output)]
     if options.json:

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from .checks import check_numbers, check_place
-from .options import add_command, add_model_options, dtype_of, label, require_packages
+from .options import add_command, add_model_options, dtype_of, label
 
 
 def add(commands: Any) -> None:
@@ -33,7 +33,6 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Generate with both, and print where they part."""
-    require_packages("demo", ("tqdm",))
     from tqdm.auto import tqdm
 
     from ..agreement import check_cache, compare_generation, summaries

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .options import require_packages
+from ..extras import require_packages
 
 
 def add(commands: Any) -> None:

@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What subcommands share: options, the packages they need, progress bars."""
+"""What subcommands share: options and notices."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from ..implementations import Implementation
-
-DEMO_PACKAGES = ("accelerate", "gguf", "matplotlib", "rich", "tqdm")
-
-
-def require_packages(extra: str, packages: tuple[str, ...] = DEMO_PACKAGES) -> None:
-    """Raise ``ImportError`` with the command to run when a package of the extra is missing."""
-    missing = [package for package in packages if find_spec(package) is None]
-    if missing:
-        raise ImportError(f"{', '.join(missing)} not installed: pip install 'mala-hf[{extra}]'")
 
 
 def notice(message: str) -> None:

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from .checks import check_numbers, check_place
-from .options import add_command, add_evaluation_options, add_model_options, dtype_of, label, require_packages
+from .options import add_command, add_evaluation_options, add_model_options, dtype_of, label
 
 DEFAULT_LENGTHS = [512, 1024, 2048]
 
@@ -38,7 +38,6 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Score the documents with each implementation at each length; print a row as soon as it is known."""
-    require_packages("demo", ("tqdm",))
     from tqdm.auto import tqdm
 
     from ..checkpoint import OFFLINE_MODEL, load_model

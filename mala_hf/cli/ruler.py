@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .checks import check_place
-from .options import add_command, add_evaluation_options, add_model_options, dtype_of, label, notice, require_packages
+from .options import add_command, add_evaluation_options, add_model_options, dtype_of, label, notice
 
 RESULT, PICTURE = "ruler.json", "needles.png"
 Rows = list[dict[str, Any]]
@@ -50,7 +50,6 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Evaluate, or go on where a run stopped; store and print scores and comparisons."""
-    require_packages("eval", ("tqdm",))
     from tqdm.auto import tqdm
 
     from ..implementations import implementations_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .checks import check_numbers, check_place
-from .options import add_command, add_model_options, dtype_of, require_packages
+from .options import add_command, add_model_options, dtype_of
 
 
 def add(commands: Any) -> None:
@@ -37,11 +37,11 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure the model, save the report, and print tables or JSON."""
-    require_packages("demo", ("rich", "tqdm"))
     from tqdm.auto import tqdm
 
     from ..checkpoint import OFFLINE_MODEL, load_model
     from ..demo import CPU_LENGTH, GPU_LENGTH, layer_progress
+    from ..extras import require_packages
     from ..info import device_name, versions
     from ..perplexity import check_positions
     from ..prompt import prompt_ids
@@ -54,6 +54,7 @@ def run(options: argparse.Namespace) -> None:
     check_head(options.layer, options.head)
     check_place(options, folder=options.output)
     dtype = dtype_of(options.dtype)
+    require_packages("demo", ("rich",))
     text, name = (options.prompt, "the prompt") if options.prompt is not None else read_text(options.text)
     model, tokenizer = load_model(options.model, device=options.device, dtype=dtype)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

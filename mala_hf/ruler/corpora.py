@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..extras import how_to_install
 from ..text import read_text
 
 SplitSentences = Callable[[str], list[str]]
@@ -23,7 +24,7 @@ def punkt_sentences(text: str) -> list[str]:
     try:
         from nltk.tokenize import sent_tokenize
     except ImportError as error:
-        raise ImportError("RULER's essay tasks split sentences with nltk: pip install 'mala-hf[eval]'") from error
+        raise ImportError(f"RULER's essay tasks split sentences with nltk: {how_to_install('eval')}") from error
     try:
         return sent_tokenize(text)
     except LookupError as error:

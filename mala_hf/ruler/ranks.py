@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..extras import how_to_install
+
 LONGEST_WAIT = timedelta(days=7)  # for the slowest process
 
 
@@ -31,7 +33,7 @@ class Ranks:
         try:
             from accelerate import PartialState
         except ImportError as error:
-            raise ImportError("several processes need the package accelerate: pip install 'mala-hf[eval]'") from error
+            raise ImportError(f"several processes need the package accelerate: {how_to_install('eval')}") from error
         on_cpu = device == "cpu" or not torch.cuda.is_available()
         state = PartialState(cpu=on_cpu, timeout=LONGEST_WAIT)
         return cls(state.process_index, state.num_processes, state.local_process_index, state)

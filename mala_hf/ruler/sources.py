@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..extras import how_to_install
 from ..model_place import hub_answers
 from ..quiet import quiet_data
 from . import substitutes
@@ -99,7 +100,7 @@ def from_hub(corpus: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError("texts of the hub need the package datasets: pip install 'mala-hf[eval]'") from error
+        raise ImportError(f"texts of the hub need the package datasets: {how_to_install('eval')}") from error
     name, config, split = HUB[corpus]
     try:
         with quiet_data(datasets):

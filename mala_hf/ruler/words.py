@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from itertools import accumulate
 
+from ..extras import how_to_install
+
 WONDERWORDS = "3.0.1"
 
 
@@ -22,7 +24,7 @@ def read_words(kind: str) -> tuple[str, ...]:
         installed = "none"
     if installed != WONDERWORDS:
         raise ImportError(
-            f"RULER's words are those of wonderwords {WONDERWORDS}, found {installed}: pip install 'mala-hf[eval]'"
+            f"RULER's words are those of wonderwords {WONDERWORDS}, found {installed}: {how_to_install('eval')}"
         )
     lines = (files("wonderwords") / "assets" / f"{kind}list.txt").read_text("utf-8").splitlines()
     return tuple(line.rstrip() for line in lines)
