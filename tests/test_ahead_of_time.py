@@ -16,7 +16,6 @@ from mala_hf.ops.tile_config import (
     SHARED_BYTES,
     UNTUNED_PREFILL_16BIT,
     backward_config,
-    listed_capability,
     tile_config,
 )
 from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER, TRITON_VERSION
@@ -158,13 +157,13 @@ def test_the_untuned_launch_shapes_of_other_gpus_compile_and_fit(target):
     _assert_all_fit(launches)
 
 
-def test_every_gpu_has_the_measured_tiles_and_an_unlisted_one_the_nearest_older_ones(caplog):
+def test_every_gpu_has_the_measured_tiles_and_an_unlisted_one_the_nearest_older_ones(caplog, monkeypatch):
     for capability in SHARED_BYTES:
         for head_dim in PREFILL_16BIT:
             assert tile_config(head_dim, head_dim, torch.bfloat16, 512, capability).tile == PREFILL_16BIT[head_dim].tile
     assert set(UNTUNED_PREFILL_16BIT) == set(SHARED_BYTES) - {MEASURED}
     assert not caplog.records
-    listed_capability.cache_clear()
+    monkeypatch.setattr("mala_hf.ops.tile_config._nearest", {})
     assert tile_config(128, 128, torch.bfloat16, 512, (12, 1)) == tile_config(128, 128, torch.bfloat16, 512, (12, 0))
     assert tile_config(64, 64, torch.bfloat16, 512, (12, 1)) == tile_config(64, 64, torch.bfloat16, 512, (12, 0))
     assert [record.getMessage() for record in caplog.records] == [

@@ -14,11 +14,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mala_hf
 from mala_hf.ops import mala_attn_func, mala_attn_varlen_func, mala_attn_with_kvcache_func
 
+# a compiler traces through caches and says so once in a process
+pytestmark = pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
+
 OPTIONS = {"causal": True, "tile": (16, 16), "impl": "blockwise"}
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled():
+def nothing_compiled(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -160,6 +164,18 @@ def model_step(model, inputs: dict) -> tuple[Tensor, list[Tensor]]:
     loss = model(**inputs).loss
     loss.backward()
     return loss.detach(), [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
+@pytest.mark.transformers
+def test_a_compiled_model_prints_no_warning(recwarn):
+    """Of the shipped tile, which is looked up while compiling; in training, without gradients and padded."""
+    model = mala_hf.patch_model(tiny("llama", attention="sdpa")).train()
+    ids = tokens(2, 40)
+    compiled(model)[0](input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    with torch.no_grad():
+        compiled(model.eval())[0](ids, use_cache=False)
+        compiled(model)[0](ids, attention_mask=padding(40, (0, 40), (8, 40)), use_cache=False)
+    assert [str(one.message) for one in recwarn] == []
 
 
 def llama():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 
@@ -223,16 +222,21 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-@cache
+# each said once; no cached function: compilers trace this and warn of those
+_nearest: dict[tuple[int, int], tuple[int, int]] = {}
+
+
 def listed_capability(capability: tuple[int, int]) -> tuple[int, int]:
     """The compute capability whose entries run on a GPU: its own, else the nearest older one, said once; MEASURED for other vendors."""
     if capability == (0, 0) or capability in SHARED_BYTES:
         return MEASURED if capability == (0, 0) else capability
-    nearest = max((one for one in SHARED_BYTES if one < capability), default=min(SHARED_BYTES))
-    logging.getLogger(__name__).warning(
-        "no launch shapes for compute capability %d.%d: those of %d.%d are used", *capability, *nearest
-    )
-    return nearest
+    if capability not in _nearest:
+        nearest = max((one for one in SHARED_BYTES if one < capability), default=min(SHARED_BYTES))
+        logging.getLogger(__name__).warning(
+            "no launch shapes for compute capability %d.%d: those of %d.%d are used", *capability, *nearest
+        )
+        _nearest[capability] = nearest
+    return _nearest[capability]
 
 
 def tile_config(
