@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
+import sys
 
 import pytest
 from project import PROJECT, ROOT
@@ -181,6 +183,15 @@ def test_a_conversion_says_that_a_path_is_none_and_else_how_to_do_without_ruler(
         assert message in capsys.readouterr().err
     with pytest.raises(Reached):
         main(["convert", NAME, "out", "--ruler", "0"])
+
+
+@pytest.mark.parametrize("command", BEFORE)
+def test_help_needs_no_extra(command, capsys, monkeypatch):
+    for package in ("accelerate", "datasets", "deepspeed", "gguf", "kernels", "lm_eval", "matplotlib", "nltk", "rich"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with contextlib.suppress(SystemExit):
+        assert main([command, "--help"]) == 0
+    assert f"usage: mala-hf {command} " in capsys.readouterr().out
 
 
 def test_hints_and_pages_install_an_extra_alike():

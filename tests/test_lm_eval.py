@@ -46,6 +46,16 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch, capsys):
     assert capsys.readouterr().err == f"mala-hf: error: lm_eval not installed: {how_to_install('eval')}\n"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["run", "--help"]], ids=" ".join)
+def test_help_without_lm_eval_says_what_the_command_is_and_what_to_install(arguments, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["lm-eval", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("usage: mala-hf lm-eval ")
+    assert how_to_install("eval") in printed.out
+    assert printed.err == ""
+
+
 @pytest.fixture
 def lm_eval(monkeypatch):
     """lm_eval without its own tasks: it reads thousands of files to list them."""

@@ -4,9 +4,18 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from typing import Any
 
-from ..extras import require_packages
+from ..extras import how_to_install, require_packages
+
+HELP = """\
+usage: mala-hf lm-eval [arguments of lm_eval]
+
+lm-evaluation-harness's own command with MALA registered (attn_implementation=mala) and RULER's tasks beside its own;
+--traceback shows on failure where, not just one line.
+
+Its own help is shown here once it is installed: {}"""
 
 
 def add(commands: Any) -> None:
@@ -23,7 +32,10 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Hand over to lm_eval's command."""
+    """Hand over to lm_eval's command, whose own help is shown where it is installed."""
+    if {"--help", "-h"} & {*options.arguments} and find_spec("lm_eval") is None:
+        print(HELP.format(how_to_install("eval")))
+        return
     require_packages("eval", ("lm_eval",))
     from ..lm_eval.launcher import launch
 
