@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,12 @@ BAD = {
     "causal is a number": ({"causal": 1}, "causal must be True or False"),
     "return_lse is a word": ({"return_lse": "a"}, "return_lse must be True or False"),
     "return_work is None": ({"return_work": None}, "return_work must be True or False"),
+    "tau of NumPy": ({"tau": np.float32(1)}, r"and a Python number \(int or float\), got .*1.0.* of type float32$"),
+    "tau is a tensor": ({"tau": torch.tensor(1.0)}, r"a Python number .*, got tensor\(1.\) of type Tensor$"),
+    "tau is a large tensor": ({"tau": torch.zeros(99, 99)}, r"a Python number .*, got .{60} of type Tensor$"),
+    "tau beyond floats": ({"tau": 10**400}, r"tau must be .{0,70}, got an integer beyond the range of floats$"),
+    "softmax_scale beyond what Python writes": ({"softmax_scale": 10**5000}, "got an integer beyond the range of floats$"),
+    "softcap of NumPy": ({"softcap": np.float32(1)}, "softcap must be .* a Python number"),
     "zero softmax_scale": ({"softmax_scale": 0.0}, "softmax_scale"),
     "negative softmax_scale": ({"softmax_scale": -1.0}, "softmax_scale"),
     "NaN softmax_scale": ({"softmax_scale": math.nan}, "softmax_scale"),

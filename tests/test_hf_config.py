@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -29,6 +30,21 @@ BY_HEAD = MalaConfig(
         "5-": {"heads": {"0-3": 0.1, 7: "sdpa", -1: {"window": 9}}, "window": 4096},
     }
 )
+
+
+@pytest.mark.parametrize("wrong", [np.float32(1), np.ones(3), torch.tensor(1.0), "1", True], ids=repr)
+def test_a_tau_that_is_no_python_number_is_called_so(wrong):
+    for settings in ({"tau": wrong}, {"layers": {0: wrong}}, {"layers": {0: {"heads": {1: {"tau": wrong}}}}}):
+        with pytest.raises(
+            ValueError, match=rf"a Python number \(int or float\), got .* of type {type(wrong).__name__}"
+        ):
+            MalaConfig(**settings)
+
+
+def test_a_tau_of_hundreds_of_digits_is_refused_without_them():
+    for settings in ({"tau": 10**400}, {"layers": {0: 10**5000}}):
+        with pytest.raises(ValueError, match=r"^.{0,60}, got an integer beyond the range of floats$"):
+            MalaConfig(**settings)
 
 
 @pytest.mark.parametrize(

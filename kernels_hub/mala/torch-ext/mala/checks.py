@@ -64,7 +64,8 @@ def check_flags(**flags: bool) -> None:
             raise ValueError(f"{name} must be True or False, got {flag!r}")
 
 
-def _is_number(x) -> bool:
+def is_number(x) -> bool:
+    """A Python number that is finite as a float."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < LARGEST_NUMBER
 
 
@@ -76,14 +77,24 @@ def _are_integers(x, least: int) -> bool:
     )
 
 
+def refused_number(name: str, wanted: str, x) -> str:
+    """The message that refuses x; what is no Python number is called so, and integers beyond all floats are not written out."""
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        got = " ".join(repr(x).split())[:60]
+        return f"{name} must be {wanted}, and a Python number (int or float), got {got} of type {type(x).__name__}"
+    got = repr(x) if isinstance(x, float) or abs(x) < LARGEST_NUMBER else "an integer beyond the range of floats"
+    return f"{name} must be {wanted}, got {got}"
+
+
 def check_numbers(*, tau: float, softmax_scale: float, softcap: float, window, tile) -> None:
     """tau >= 0, finite positive scale, softcap 0 to MAX_SOFTCAP, a window of two ints >= -1, a tile of two powers of two."""
-    if not _is_number(tau) or not tau >= 0:
-        raise ValueError(f"tau must be a finite number >= 0 (0 is full attention, 1 canonical), got {tau!r}")
-    if not _is_number(softmax_scale) or not softmax_scale > 0:
-        raise ValueError(f"softmax_scale must be finite and > 0, got {softmax_scale!r}")
-    if not _is_number(softcap) or not 0 <= softcap <= MAX_SOFTCAP:
-        raise ValueError(f"softcap must be 0 (none) to {MAX_SOFTCAP}, beyond which it caps nothing, got {softcap!r}")
+    if not is_number(tau) or not tau >= 0:
+        raise ValueError(refused_number("tau", "a finite number >= 0 (0 is full attention, 1 canonical)", tau))
+    if not is_number(softmax_scale) or not softmax_scale > 0:
+        raise ValueError(refused_number("softmax_scale", "finite and > 0", softmax_scale))
+    if not is_number(softcap) or not 0 <= softcap <= MAX_SOFTCAP:
+        wanted = f"0 (none) to {MAX_SOFTCAP}, beyond which it caps nothing"
+        raise ValueError(refused_number("softcap", wanted, softcap))
     if not _are_integers(window, -1):
         raise ValueError(f"window must be two integers (left, right) >= -1 (-1: unlimited), got {window!r}")
     if tile is not None and not (_are_integers(tile, 1) and all(n & (n - 1) == 0 for n in tile)):

@@ -14,6 +14,7 @@ from typing import Optional, Union
 
 import torch
 
+from .checks import is_number, refused_number
 from .work import DISCOVERIES
 
 DENSE = "sdpa"
@@ -108,7 +109,7 @@ def read_heads(setting, name: str, default: HeadSettings, allowed: tuple[str, ..
     if unknown or not values:
         raise ValueError(f"{name} may set {', '.join(allowed)}, got {setting!r}")
     tau, window = values.get("tau", DENSE if default.tau is None else default.tau), values.get("window", default.window)
-    tau = None if tau == DENSE else read_tau(tau, name, f" or {DENSE!r}")
+    tau = None if isinstance(tau, str) and tau == DENSE else read_tau(tau, name, f" or {DENSE!r}")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"the window of {name} must be a number of keys >= 1, got {window!r}")
     return HeadSettings(tau, window)
@@ -116,8 +117,8 @@ def read_heads(setting, name: str, default: HeadSettings, allowed: tuple[str, ..
 
 def read_tau(tau, name: str, alternative: str = "") -> float:
     """``tau``, if it is one. ``name`` and ``alternative`` say in errors whose it is and what else it could be."""
-    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 <= tau < float("inf"):
-        raise ValueError(f"{name} must be a finite number >= 0{alternative}, got {tau!r}")
+    if not is_number(tau) or not tau >= 0:
+        raise ValueError(refused_number(name, f"a finite number >= 0{alternative}", tau))
     return tau
 
 
