@@ -127,7 +127,7 @@ def load_model(
     Raises ``OSError`` or ``ValueError`` for a device, a folder or a name that is none, and from Transformers; ``RuntimeError`` from
     the download, and ``ImportError`` when the packages that read GGUF are missing.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     device = check_device(device)
     if name is not None:
@@ -136,10 +136,7 @@ def load_model(
     loaded_tokenizer = load_tokenizer(tokenizer or name, trust_remote_code=trust_remote_code)
     place, arguments = (name, {}) if name is not None else offline_place()
     if rope_scaling is not None:
-        file = {key: value for key, value in arguments.items() if key == "gguf_file"}
-        with loading_errors(name or OFFLINE_MODEL, "config"):
-            config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **file)
-        arguments["config"] = scale_rope(config, rope_scaling)
+        arguments["config"] = scale_rope(load_config(name, trust_remote_code=trust_remote_code), rope_scaling)
     with loading_errors(name or OFFLINE_MODEL, "model"):
         model = AutoModelForCausalLM.from_pretrained(
             place,
@@ -149,6 +146,18 @@ def load_model(
             **arguments,
         )
     return model.eval().to(device), loaded_tokenizer
+
+
+def load_config(name: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """Return the config of a Hub name or local folder, by default of the offline checkpoint; raises as ``load_model``."""
+    from transformers import AutoConfig
+
+    if name is not None:
+        check_model(name)
+    place, arguments = (name, {}) if name is not None else offline_place()
+    file = {key: value for key, value in arguments.items() if key == "gguf_file"}
+    with loading_errors(name or OFFLINE_MODEL, "config"):
+        return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **file)
 
 
 def load_tokenizer(name: str | None = None, *, trust_remote_code: bool = False) -> Any:

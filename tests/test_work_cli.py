@@ -92,6 +92,14 @@ def test_failures_are_one_line_and_not_a_zero_exit(work, arguments, message):
     assert message in lines[0]
 
 
+@pytest.mark.parametrize("arguments", [["--layer", "99"], ["--layer", "1", "--head", "4"]], ids=" ".join)
+def test_a_layer_or_head_that_the_config_lacks_is_refused_before_weights_are_read(work, arguments, monkeypatch):
+    monkeypatch.setattr("mala_hf.checkpoint.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    code, printed = work(*arguments)
+    assert code == 1
+    assert f"{arguments[-2][2:]} {arguments[-1]} does not exist: the model has " in printed.err
+
+
 @pytest.mark.parametrize("kind", ["mamba", "bloom"])
 def test_models_that_cannot_run_mala_are_refused_by_name(work, kind, tmp_path):
     config, model = {

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure the model, save the report, and print tables or JSON."""
     from tqdm.auto import tqdm
 
-    from ..checkpoint import OFFLINE_MODEL, load_model
+    from ..checkpoint import OFFLINE_MODEL, load_config, load_model
     from ..demo import CPU_LENGTH, GPU_LENGTH, layer_progress
     from ..extras import require_packages
     from ..info import device_name, versions
@@ -56,6 +56,8 @@ def run(options: argparse.Namespace) -> None:
     dtype = dtype_of(options.dtype)
     require_packages("demo", ("rich",))
     text, name = (options.prompt, "the prompt") if options.prompt is not None else read_text(options.text)
+    if options.layer is not None:  # known before the weights are
+        check_head(options.layer, options.head, load_config(options.model).get_text_config())
     model, tokenizer = load_model(options.model, device=options.device, dtype=dtype)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     most = GPU_LENGTH if model.device.type == "cuda" else CPU_LENGTH
