@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from mala_hf.bench import baselines, forward, timing
 from mala_hf.bench.backward import gradient_errors, measure_backward, true_gradients
-from mala_hf.bench.baselines import causal_blocks, load_baselines, sdpa
+from mala_hf.bench.baselines import LOADERS, causal_blocks, load_baselines, sdpa
 from mala_hf.bench.forward import measure_forward
 from mala_hf.bench.gate import check, full_attention, relative_error
 from mala_hf.bench.generate import measure_generate
@@ -203,6 +203,17 @@ def test_what_does_not_import_says_why(monkeypatch):
     assert list(found) == ["sdpa_flash"]
     assert missing["fa4"].startswith("ModuleNotFoundError: ")
     assert missing["fa4"].endswith("not installed: pip install --pre flash-attn-4")
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_without_a_gpu_every_baseline_runs_or_says_that_it_needs_one(name):
+    found, missing = load_baselines([name], torch.device("cpu"))
+    if name in missing:
+        assert missing[name] == "it needs a GPU, and this runs on cpu"
+    elif name != "flex":  # which compiles
+        q, k, v = (torch.randn(1, 33, heads, 16) for heads in (4, 2, 2))
+        assert found[name](q, k, v).shape == q.shape
+    assert (name in missing) == (name not in ("sdpa_flash", "flex"))
 
 
 # rows

@@ -113,10 +113,12 @@ def test_the_command_writes_its_rows_and_prints_them(tmp_path, capsys):
     assert result["commit"] == "abc"
     assert set(result["bandwidth"]) == {"copy_gb_s", "read_gb_s"}
     assert [(row["batch"], row["context"]) for row in result["rows"]] == [(1, 256), (2, 300)]
-    assert "failed" in result["rows"][0]["sdpa_cudnn"]  # there is no GPU
+    assert result["unavailable"] == {"sdpa_cudnn": "it needs a GPU, and this runs on cpu"}
+    assert "sdpa_cudnn" not in result["rows"][0]
     assert result["rows"][0]["best_dense"] == "sdpa_flash"
     assert "batch 2, 4/1 heads of 32, context 300" in printed.out
-    assert "sdpa_cudnn: RuntimeError" in printed.out
+    assert "sdpa_cudnn is not here: it needs a GPU, and this runs on cpu" in printed.out
+    assert "Error" not in printed.out
 
 
 def test_json_goes_to_stdout_alone(capsys):

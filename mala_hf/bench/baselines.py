@@ -58,12 +58,15 @@ LOADERS: dict[str, Callable[[], Attention]] = {
     "fa4": fa4,
     "flash_sparse": flash_sparse,
 }
+NEED_GPU = ("sdpa_cudnn", "fa4", "flash_sparse")
 SPARSE = ("flash_sparse",)  # the others are dense
 PACKAGES = {"fa4": "--pre flash-attn-4", "flash_sparse": "'flash-sparse-attn[cute]'"}  # what pip would install
 
 
-def load_baselines(names: Iterable[str]) -> tuple[dict[str, Attention], dict[str, str]]:
-    """The baselines of these names that import, and for each other the reason why it does not.
+def load_baselines(
+    names: Iterable[str], device: torch.device | None = None
+) -> tuple[dict[str, Attention], dict[str, str]]:
+    """The baselines of these names that import and run on ``device`` (None: a GPU), and for each other the reason why not.
 
     Raises ``ValueError`` for a name that is none.
     """
@@ -71,6 +74,9 @@ def load_baselines(names: Iterable[str]) -> tuple[dict[str, Attention], dict[str
     for name in names:
         if name not in LOADERS:
             raise ValueError(f"baselines are {', '.join(LOADERS)}, got {name}")
+        if name in NEED_GPU and device is not None and device.type != "cuda":
+            missing[name] = f"it needs a GPU, and this runs on {device}"
+            continue
         try:
             found[name] = LOADERS[name]()
         except Exception as error:  # a package that is there but broken may raise anything

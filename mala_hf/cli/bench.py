@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     device = bench_device(options.device)
     check_place(options, file=options.output)
     wanted = (BASELINES if options.decode else LOADERS) if options.baselines is None else options.baselines
-    baselines, missing = load_baselines(wanted)
+    baselines, missing = load_baselines(wanted, device)
     result = new_result(device, options.commit) | {"unavailable": missing}
     cases = (decode_cases if options.decode else sequence_cases)(options, result, baselines, device)
 
