@@ -91,8 +91,8 @@ def check_discovery(config: MalaConfig, devices: set[str]) -> None:
     may_move = lie <= {"cpu"} and torch.cuda.is_available()
     if config.discovery == "int8" and lie and "cuda" not in lie and not may_move:
         raise ValueError(
-            f"discovery='int8' runs on a GPU, and the model lies on {', '.join(sorted(lie))}: choose MalaConfig(discovery='auto'), "
-            "which takes INT8 where it can and where it pays"
+            f"discovery='int8' runs on a GPU, and the model lies on {', '.join(sorted(lie))}. "
+            "Use MalaConfig(discovery='auto'), which takes INT8 where it pays."
         )
 
 

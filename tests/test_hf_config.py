@@ -226,7 +226,7 @@ def test_a_discovery_that_no_device_here_can_run_is_refused_at_once(discovery, m
     model, settings = tiny("llama"), MalaConfig(discovery=discovery)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if discovery == "int8":
-        with pytest.raises(ValueError, match=r"the model lies on cpu: choose MalaConfig\(discovery='auto'\)"):
+        with pytest.raises(ValueError, match=r"the model lies on cpu\. Use MalaConfig\(discovery='auto'\)"):
             mala_hf.patch_model(model, settings)
         assert model.config._attn_implementation != "mala"
     else:
@@ -260,12 +260,23 @@ def test_a_discovery_that_does_not_cover_a_layer_is_refused_with_the_way_out():
     model = mala_hf.patch_model(tiny("llama"))
     model.config.mala = {"discovery": "int8"}  # as a checkpoint is loaded
     with pytest.raises(
-        ValueError, match=r"'int8' does not cover impl='blockwise' on cpu.*: use discovery='auto', which.*MalaConfig"
+        ValueError,
+        match=r"'int8' does not cover impl='blockwise' on cpu.*[^.]\. Use discovery='auto' \(for a model: MalaConfig\([^.]*\.$",
     ):
         model(tokens(1, 8))
     model.config.mala = {"discovery": "fp8"}
     with pytest.raises(ValueError, match=r"config\.mala.*discovery"):
         model(tokens(1, 8))
+
+
+def test_an_unknown_setting_is_refused_as_the_docstring_says():
+    """By keyword as Python does it, in a dict, of a checkpoint or of the context manager, as a wrong value is."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
+        MalaConfig(foo=1)
+    with pytest.raises(ValueError, match=r"unknown settings \['foo'\]"):
+        MalaConfig.from_dict({"foo": 1})
+    with pytest.raises(ValueError, match=r"unknown settings \['foo'\]"), mala_hf.mala_attention(tiny("llama"), foo=1):
+        pytest.fail("the block ran")
 
 
 @pytest.mark.parametrize(("saves", "tile"), [(True, (1, 1)), (False, (4, 4))])

@@ -93,7 +93,7 @@ def _choices(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[list[Choice],
         backend = dense_backend(q, k, v, call.settings)
         if backend is None:
             raise ValueError(
-                f"discovery='dense': torch's cuDNN and FlashAttention kernels refuse this call or are switched off: {INSTEAD}"
+                f"discovery='dense': torch's cuDNN and FlashAttention kernels refuse this call or are switched off. {INSTEAD}"
             )
         return [Choice("dense", f"asked for; {backend}")], backend
     may_be = call.may_be or (("fused", "int8") if call.discovery == "auto" else ())

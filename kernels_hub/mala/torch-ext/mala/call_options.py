@@ -61,7 +61,7 @@ def discovery_of(
         raise ValueError(f"discovery must be 'auto', 'fused', 'int8' or 'dense', got {discovery!r}")
     if discovery == "dense":
         if not may_be_dense:
-            raise ValueError(f"discovery='dense' does not cover packed sequences and caches: {INSTEAD}")
+            raise ValueError(f"discovery='dense' does not cover packed sequences and caches. {INSTEAD}")
         return discovery
     uncovered = {
         f"impl={impl!r} on {q.device.type}": impl != "triton",
@@ -73,7 +73,7 @@ def discovery_of(
     }
     found = [name for name, is_there in uncovered.items() if is_there]
     if discovery == "int8" and found:
-        raise ValueError(f"discovery='int8' does not cover {', '.join(found)}: {INSTEAD}")
+        raise ValueError(f"discovery='int8' does not cover {', '.join(found)}. {INSTEAD}")
     return "fused" if found else discovery
 
 
@@ -91,7 +91,7 @@ def check_dense(uncovered: list[str], impl: str, save_support: Optional[bool], d
         *(["deterministic=True"] if deterministic else []),
     ]
     if found:
-        raise ValueError(f"discovery='dense' does not cover {', '.join(found)}: {INSTEAD}")
+        raise ValueError(f"discovery='dense' does not cover {', '.join(found)}. {INSTEAD}")
 
 
 def may_be_dense(

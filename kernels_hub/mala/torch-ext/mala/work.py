@@ -10,7 +10,7 @@ from torch import Tensor
 
 NOT_VISIBLE, SKIPPED, RETAINED = 0, 1, 2
 DISCOVERIES = ("auto", "fused", "int8", "dense")  # how the tiles to retain may be found
-INSTEAD = "use discovery='auto', which a model's settings, MalaConfig(discovery=...), may say too"
+INSTEAD = "Use discovery='auto' (for a model: MalaConfig(discovery='auto'))."
 
 
 @dataclass(frozen=True)
