@@ -56,7 +56,8 @@ class MalaConfig:
             see :func:`mala_hf.load_kernel`.
 
     Raises:
-        ValueError: for anything else; the message says what was got.
+        ValueError: for any other value; the message says what was got.
+        TypeError: for a keyword that is none of these, as every class raises it (:meth:`from_dict` raises ``ValueError``).
     """
 
     tau: float = 1.0
@@ -99,7 +100,7 @@ class MalaConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MalaConfig:
-        """The inverse of :meth:`to_dict`; missing keys take their defaults."""
+        """The inverse of :meth:`to_dict`; missing keys take their defaults. Raises ``ValueError`` for keys that are no settings."""
         known = [f.name for f in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
