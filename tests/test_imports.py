@@ -74,7 +74,7 @@ LAYERS = {
     "flash_attn_interface": {"checks", "interface", "kvcache", "packed_steps"},
     "hf_mask": set(),
     "hf_dense": {"hf_mask", "visibility"},
-    "hf_settings": {"work"},
+    "hf_settings": {"checks", "work"},
     "hf_heads": {"hf_settings", "work"},
     "hf_visible": {"hf_dense", "hf_mask"},
     "hf": {
