@@ -27,7 +27,7 @@ from torch import Tensor
 from mala_hf import ops
 
 LAUNCHERS = ("backward", "decode", "discover", "discover_probe", "forward", "key_plane_kernel")
-HOPPER_LAUNCHERS = ("discover_hopper", "forward_hopper_launch")
+HOPPER_LAUNCHERS = ("discover_hopper", "discover_hopper_wide", "forward_hopper_launch")
 FORWARD_ONLY, TRAINED = False, True
 
 
@@ -184,6 +184,25 @@ def launched(kernel: str, **overrides) -> Callable:
     return run
 
 
+def switched(run: Callable, module: str, name: str) -> Callable:
+    """A call with a form that is not chosen yet, where this Triton has it."""
+
+    def run_switched(make: Inputs) -> list[Tensor]:
+        from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER
+
+        if module in HOPPER_LAUNCHERS and not HAS_GLUON_FOR_HOPPER:
+            return run(make)
+        place = importlib.import_module(f"mala_hf.ops.{module}")
+        shipped = getattr(place, name)
+        try:
+            setattr(place, name, True)
+            return run(make)
+        finally:
+            setattr(place, name, shipped)
+
+    return run_switched
+
+
 def _mask(make: Inputs) -> Tensor:
     return (make.tensor(2, 4, 200, 200) > -0.5) | torch.eye(200, dtype=torch.bool, device=make.device)
 
@@ -199,6 +218,7 @@ CALLS: dict[str, Callable[[Inputs], list[Tensor]]] = {
     "forward, portable kernel": launched("forward", use_hopper=False),
     "forward, pointers": launched("forward", use_hopper=False, use_tma=False),
     "forward over a known support": launched("forward", walk=True),
+    "forward, three query tiles": switched(public(), "forward_hopper_launch", "IS_WIDE"),
     "forward and backward": public(train=TRAINED, save_support=False),
     "forward and backward over its support": public(train=TRAINED, save_support=True),
     "odd head_dim": public(train=TRAINED, head_dim=72),
@@ -209,9 +229,12 @@ CALLS: dict[str, Callable[[Inputs], list[Tensor]]] = {
     "packed, backward": packed(TRAINED),
     "more queries than keys": public(200, 70, train=TRAINED),
     "INT8 discovery": public(discovery="int8"),
+    "INT8 discovery, three query tiles": switched(public(discovery="int8"), "discover", "IS_WIDE"),
+    "INT8 discovery, Hopper's walk": switched(public(discovery="int8"), "forward_hopper_launch", "WALKS_CANDIDATES"),
     "INT8 discovery, portable kernel": launched("discover", use_hopper=False),
     "the look before INT8 discovery": launched("look"),
     "decode, two passes": public(1, 500, decode="two_pass"),
+    "decode, sums by the last program": switched(public(1, 500, decode="two_pass"), "decode", "LAST_SUMS"),
     "decode, two passes with their work": public(1, 500, decode="two_pass", return_work=True),
     "decode, two passes, many rows": public(60, 500, decode="two_pass", sinks=lambda make: make.tensor(4)),
     "decode, split": public(1, 500, decode="split"),
