@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
+from tuning import switched
 
 from mala_hf import ops
 
@@ -184,7 +185,7 @@ def launched(kernel: str, **overrides) -> Callable:
     return run
 
 
-def switched(run: Callable, module: str, name: str) -> Callable:
+def in_form(run: Callable, module: str, name: str) -> Callable:
     """A call with a form that is not chosen yet, where this Triton has it."""
 
     def run_switched(make: Inputs) -> list[Tensor]:
@@ -192,13 +193,8 @@ def switched(run: Callable, module: str, name: str) -> Callable:
 
         if module in HOPPER_LAUNCHERS and not HAS_GLUON_FOR_HOPPER:
             return run(make)
-        place = importlib.import_module(f"mala_hf.ops.{module}")
-        shipped = getattr(place, name)
-        try:
-            setattr(place, name, True)
+        with switched({(importlib.import_module(f"mala_hf.ops.{module}"), name): True}):
             return run(make)
-        finally:
-            setattr(place, name, shipped)
 
     return run_switched
 
@@ -218,7 +214,7 @@ CALLS: dict[str, Callable[[Inputs], list[Tensor]]] = {
     "forward, portable kernel": launched("forward", use_hopper=False),
     "forward, pointers": launched("forward", use_hopper=False, use_tma=False),
     "forward over a known support": launched("forward", walk=True),
-    "forward, three query tiles": switched(public(), "forward_hopper_launch", "IS_WIDE"),
+    "forward, three query tiles": in_form(public(), "forward_hopper_launch", "IS_WIDE"),
     "forward and backward": public(train=TRAINED, save_support=False),
     "forward and backward over its support": public(train=TRAINED, save_support=True),
     "odd head_dim": public(train=TRAINED, head_dim=72),
@@ -229,12 +225,12 @@ CALLS: dict[str, Callable[[Inputs], list[Tensor]]] = {
     "packed, backward": packed(TRAINED),
     "more queries than keys": public(200, 70, train=TRAINED),
     "INT8 discovery": public(discovery="int8"),
-    "INT8 discovery, three query tiles": switched(public(discovery="int8"), "discover", "IS_WIDE"),
-    "INT8 discovery, Hopper's walk": switched(public(discovery="int8"), "forward_hopper_launch", "WALKS_CANDIDATES"),
+    "INT8 discovery, three query tiles": in_form(public(discovery="int8"), "discover", "IS_WIDE"),
+    "INT8 discovery, Hopper's walk": in_form(public(discovery="int8"), "forward_hopper_launch", "WALKS_CANDIDATES"),
     "INT8 discovery, portable kernel": launched("discover", use_hopper=False),
     "the look before INT8 discovery": launched("look"),
     "decode, two passes": public(1, 500, decode="two_pass"),
-    "decode, sums by the last program": switched(public(1, 500, decode="two_pass"), "decode", "LAST_SUMS"),
+    "decode, sums by the last program": in_form(public(1, 500, decode="two_pass"), "decode", "LAST_SUMS"),
     "decode, two passes with their work": public(1, 500, decode="two_pass", return_work=True),
     "decode, two passes, many rows": public(60, 500, decode="two_pass", sinks=lambda make: make.tensor(4)),
     "decode, split": public(1, 500, decode="split"),

@@ -8,19 +8,17 @@ python scripts/tune_decode.py --output results/decode_forms_h200.json
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tuning import run_rows, switched
 
 from mala_hf.bench.baselines import load_baselines
 from mala_hf.bench.decode_inputs import DecodeShape
@@ -50,11 +48,8 @@ def run(q, k, v, plane: KeyPlane | None, form: str, tau: float, last_sums: bool,
         Settings(tau, q.shape[-1] ** -0.5, (-1, 0), 0.0, (1, launch.block_n)), q, v, k.shape[2], False
     )
     sequences = fixed_sequences(q.shape[0], 1, k.shape[1], 0)
-    shipped, decode.LAST_SUMS = decode.LAST_SUMS, last_sums
-    try:
+    with switched({(decode, "LAST_SUMS"): last_sums}):
         return decode.launch_decode(q, k, v, settings, sequences, None, form, key_plane=plane, launch=launch)[0]
-    finally:
-        decode.LAST_SUMS = shipped
 
 
 def measured(numbers: tuple) -> dict[str, Any]:
@@ -100,23 +95,5 @@ def measured(numbers: tuple) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    options = parser.parse_args()
-    begin = time.monotonic()
-    versions = {"torch": torch.__version__, "triton": triton.__version__}
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "versions": versions, "rows": []}
-    for numbers in SHAPES:
-        if time.monotonic() - begin > options.seconds:
-            found["stopped"] = f"out of time before {numbers}"
-            break
-        found["rows"].append(measured(numbers))
-        print(json.dumps(found["rows"][-1]), flush=True)
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_rows(__doc__, SHAPES, 120.0, measured)

@@ -9,19 +9,17 @@ python scripts/tune_forward.py --output results/forward_forms_h200.json
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tuning import run_rows, switched
 
 from mala_hf.bench.baselines import load_baselines
 from mala_hf.bench.gate import relative_error
@@ -68,14 +66,8 @@ MAX_ERROR = 0.02
 def attend(form: str, q, k, v):
     """The call in one of FORMS."""
     options, switches = FORMS[form]
-    shipped = {name: getattr(*place) for name, place in SWITCHES.items()}
-    try:
-        for name, place in SWITCHES.items():
-            setattr(*place, switches.get(name, False))
+    with switched({place: switches.get(name, False) for name, place in SWITCHES.items()}):
         return mala_attn_func(q, k, v, causal=True, **options)
-    finally:
-        for name, place in SWITCHES.items():
-            setattr(*place, shipped[name])
 
 
 def measured(shape: str) -> dict[str, Any]:
@@ -104,24 +96,5 @@ def measured(shape: str) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES)
-    options = parser.parse_args()
-    begin = time.monotonic()
-    versions = {"torch": torch.__version__, "triton": triton.__version__}
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "versions": versions, "rows": []}
-    for shape in options.shapes:
-        if time.monotonic() - begin > options.seconds:
-            found["stopped"] = f"out of time before {shape}"
-            break
-        found["rows"].append(measured(shape))
-        print(json.dumps(found["rows"][-1]), flush=True)
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_rows(__doc__, SHAPES, 240.0, measured)

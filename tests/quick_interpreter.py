@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's interpreter without work that it repeats or throws away: the same numbers in a third of the time.
+"""Triton's interpreter without work that it repeats or throws away: the same numbers, sooner.
 
 At each call of a jitted function, not only at a launch, it looks through all of ``triton.language`` for what to replace; each sum of
 integers is formed again in 64 bit for an assertion that only its debug mode would make; each value looks up its dtype in a new table.

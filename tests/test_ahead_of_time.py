@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ahead_of_time import DECODE_FORMS, Finding, Launch, findings
+from ahead_of_time import Finding, findings
+from launches import DECODE_FORMS, Launch
 
 from mala_hf.ops.tile_config import (
     DECODE_16BIT,

@@ -57,7 +57,7 @@ NEW = {
     "walk": (("forward_hopper_launch", "WALKS_CANDIDATES"),),
     "queries in registers": (("discover_hopper", "Q_IN_REGISTERS"),),
     "three query tiles": (("discover", "IS_WIDE"),),
-    "all": (("forward_hopper_launch", "WALKS_CANDIDATES"), ("discover", "IS_WIDE")),
+    "walk, three query tiles": (("forward_hopper_launch", "WALKS_CANDIDATES"), ("discover", "IS_WIDE")),
 }
 FOUND = [
     CASES[0],
@@ -67,12 +67,35 @@ FOUND = [
 ]
 
 
+class Constants:
+    """A kernel that notes the constants of its launches."""
+
+    def __init__(self, kernel, noted: list[dict]):
+        self.kernel, self.noted = kernel, noted
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.noted.append(constants) or self.kernel[grid](*args, **constants)
+
+
 @pytest.mark.parametrize("what", NEW)
 @pytest.mark.parametrize("case", FOUND, ids=ids(FOUND))
 def test_int8_discovery_gives_the_fused_bits_with_it(case, what, device, monkeypatch):
     call = build(case, torch.bfloat16, device)
     fused = call.run("triton", discovery="fused", return_lse=True)
+    launched: dict[str, list[dict]] = {}
+    for module, name in (
+        ("forward_hopper_launch", "mala_forward_hopper"),
+        ("discover_hopper", "discover_hopper"),
+        ("discover_hopper_wide", "discover_hopper_wide"),
+    ):
+        place, noted = importlib.import_module(f"mala_hf.ops.{module}"), launched.setdefault(name, [])
+        monkeypatch.setattr(place, f"{name}_kernel", Constants(getattr(place, f"{name}_kernel"), noted))
     for module, name in NEW[what]:
         monkeypatch.setattr(importlib.import_module(f"mala_hf.ops.{module}"), name, True)
     found = call.run("triton", discovery="int8", return_lse=True)
     assert all(torch.equal(x, y) for x, y in zip(found, fused, strict=True))
+    assert [one["IS_WALK"] for one in launched["mala_forward_hopper"]] == [True] * ("walk" in what)
+    assert len(launched["discover_hopper_wide"]) == ("three query tiles" in what)
+    assert [one["Q_IN_REGISTERS"] for one in launched["discover_hopper"]] == (
+        [] if "three query tiles" in what else [what == "queries in registers"]
+    )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a look at an earlier call found: for calls that are too short to be looked at each time, or are recorded in a CUDA graph.
 
-A layer that keeps nearly every tile of one prompt keeps nearly every tile of the next. So every REPEATS-th call of a layer and length
-is looked at and the others go its way. All ways satisfy the rule, but their bits differ, so where a gradient is taken, and a
-recomputation has to go the same way again, nothing is remembered.
+On the assumption that a layer which keeps nearly every tile of one prompt keeps nearly every tile of the next, every REPEATS-th call of
+a layer and length is looked at and the others go its way. All ways satisfy the rule, but their bits differ, so where a gradient is
+taken, and a recomputation has to go the same way again, nothing is remembered.
 """
 
 from __future__ import annotations

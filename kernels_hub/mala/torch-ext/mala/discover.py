@@ -142,11 +142,9 @@ def launch_discover(
 
             use_hopper = discover_hopper.supports(q, settings.tile)
         if use_hopper:
-            if IS_WIDE:
-                from .discover_hopper_wide import launch_discover_hopper_wide as launch
-            else:
-                from .discover_hopper import launch_discover_hopper as launch
-            launch(q, rows, quantized, norms, candidates, settings, sequences)
+            from .discover_hopper import launch_discover_hopper
+
+            launch_discover_hopper(q, rows, quantized, norms, candidates, settings, sequences, IS_WIDE)
             return candidates
         group = max(config.rows // block_m, 1)
         discover_kernel[(math.ceil(q_tiles / group) * num_heads * batch,)](

@@ -35,12 +35,13 @@ MAX_SHARED_BYTES = 227 * 1024
 
 
 @gluon.jit
-def _either(a, b):
+def either(a, b):
+    """Bits of both, for a reduction."""
     return a | b
 
 
 @gluon.jit
-def _load_keys(k_desc, k_ring, k_ready, k_free, first_row, first, last, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
+def load_keys(k_desc, k_ring, k_ready, k_free, first_row, first, last, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
     """The loading warp: key tiles first to last - 1, each into the next ring buffer once both warpgroups are done with it."""
     for step in range(last - first):
         stage = step % STAGES
@@ -51,7 +52,7 @@ def _load_keys(k_desc, k_ring, k_ready, k_free, first_row, first, last, STAGES: 
 
 
 @gluon.jit
-def _start_products(q_tile, k_ring, k_ready, zeros, step, STAGES: gl.constexpr):
+def start_products(q_tile, k_ring, k_ready, zeros, step, STAGES: gl.constexpr):
     """Start the INT8 product with the ``step``-th key tile."""
     stage = step % STAGES
     mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
@@ -59,12 +60,37 @@ def _start_products(q_tile, k_ring, k_ready, zeros, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS: gl.constexpr):
+def reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS: gl.constexpr):
     """int32 per row: 1 where the tile's bound reaches the row's limit; a NaN does."""
     norms = norms_ptr + tile * KEY_NUMBERS
     k_scale = gl.load(norms)
     bound = needed - per_kept * gl.load(norms + 1) - per_lost * gl.load(norms + 2) - per_norm * gl.load(norms + 3)
     return gl.where(gl.max(products, 1).to(gl.float32) * k_scale < bound, 0, 1)
+
+
+@gluon.jit
+def load_rows(q_ptr, rows_ptr, stride_qs, start_m, q_begin, seqlen_q, row_layout: gl.constexpr, HEAD_DIM: gl.constexpr,
+               BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STRIDE_UNIT: gl.constexpr):  # fmt: skip
+    """A query tile in INT8, and what its rows' bounds are made of: needed, per_kept, per_lost, per_norm."""
+    threads: gl.constexpr = BLOCK_D // 8
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+    load_m = start_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, load_layout))
+    load_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, load_layout))
+    mask = (load_m < seqlen_q)[:, None] & (load_d < HEAD_DIM)[None, :]
+    q_rows = (q_begin + load_m).to(gl.int64)
+    q = gl.load(q_ptr + q_rows[:, None] * (stride_qs * STRIDE_UNIT) + load_d[None, :], mask=mask, other=0.0).to(
+        gl.float32
+    )
+    inverse = gl.load(rows_ptr + load_m, mask=load_m < seqlen_q, other=1.0)
+    q_int8 = gl.floor(q * inverse[:, None] + 0.5).to(gl.int8)
+
+    offs_m = start_m + gl.arange(0, BLOCK_M, row_layout)
+    row_exists = offs_m < seqlen_q
+    needed = gl.load(rows_ptr + seqlen_q + offs_m, mask=row_exists, other=float("inf"))
+    per_kept = gl.load(rows_ptr + 2 * seqlen_q + offs_m, mask=row_exists, other=0.0)
+    per_lost = gl.load(rows_ptr + 3 * seqlen_q + offs_m, mask=row_exists, other=0.0)
+    per_norm = gl.load(rows_ptr + 4 * seqlen_q + offs_m, mask=row_exists, other=0.0)
+    return q_int8, needed, per_kept, per_lost, per_norm
 
 
 @gluon.jit
@@ -76,58 +102,41 @@ def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidat
     """One warpgroup: one query tile against key tiles first (even) to last - 1; ``candidates_ptr`` is its row of words."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    threads: gl.constexpr = BLOCK_D // 8
-    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
-
     start_m = q_tile_index * BLOCK_M
-    load_m = start_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, load_layout))
-    load_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, load_layout))
-    mask = (load_m < seqlen_q)[:, None] & (load_d < HEAD_DIM)[None, :]
-    q_rows = (q_begin + load_m).to(gl.int64)
-    q = gl.load(q_ptr + q_rows[:, None] * (stride_qs * STRIDE_UNIT) + load_d[None, :], mask=mask, other=0.0).to(
-        gl.float32
-    )
-    inverse = gl.load(rows_ptr + load_m, mask=load_m < seqlen_q, other=1.0)
-    q_int8 = gl.floor(q * inverse[:, None] + 0.5).to(gl.int8)
+    q_int8, needed, per_kept, per_lost, per_norm = load_rows(
+        q_ptr, rows_ptr, stride_qs, start_m, q_begin, seqlen_q, row_layout, HEAD_DIM, BLOCK_M, BLOCK_D, STRIDE_UNIT)  # fmt: skip
     if Q_IN_REGISTERS:
         q_tile = gl.convert_layout(q_int8, gl.DotOperandLayout(0, score_layout, 4))
     else:
         q_tile = q_block.index(warpgroup)
         q_tile.store(q_int8)
         fence_async_shared()
-
-    offs_m = start_m + gl.arange(0, BLOCK_M, row_layout)
-    row_exists = offs_m < seqlen_q
-    needed = gl.load(rows_ptr + seqlen_q + offs_m, mask=row_exists, other=float("inf"))
-    per_kept = gl.load(rows_ptr + 2 * seqlen_q + offs_m, mask=row_exists, other=0.0)
-    per_lost = gl.load(rows_ptr + 3 * seqlen_q + offs_m, mask=row_exists, other=0.0)
-    per_norm = gl.load(rows_ptr + 4 * seqlen_q + offs_m, mask=row_exists, other=0.0)
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, score_layout)
     found = gl.zeros([BLOCK_M], gl.int32, row_layout)
     q_tile_exists = start_m < seqlen_q
     count = last - first
     for step in range(0, count - 1, 2):
-        near = _start_products(q_tile, k_ring, k_ready, zeros, step, STAGES)
-        far = _start_products(q_tile, k_ring, k_ready, zeros, step + 1, STAGES)
+        near = start_products(q_tile, k_ring, k_ready, zeros, step, STAGES)
+        far = start_products(q_tile, k_ring, k_ready, zeros, step + 1, STAGES)
         tile = first + step
         near = warpgroup_mma_wait(1, deps=[near])
         mbarrier.arrive(k_free.index(step % STAGES), count=1)
-        found |= _reaches(near, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
+        found |= reaches(near, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
         far = warpgroup_mma_wait(0, deps=[far])
         mbarrier.arrive(k_free.index((step + 1) % STAGES), count=1)
-        found |= _reaches(far, norms_ptr, tile + 1, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (
+        found |= reaches(far, norms_ptr, tile + 1, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (
             (tile + 1) % 32
         )
         if (tile % 32 == 30) | (step + 2 >= count):
-            gl.atomic_or(candidates_ptr + tile // 32, gl.reduce(found, 0, _either), mask=q_tile_exists, sem="relaxed")
+            gl.atomic_or(candidates_ptr + tile // 32, gl.reduce(found, 0, either), mask=q_tile_exists, sem="relaxed")
             found = gl.zeros([BLOCK_M], gl.int32, row_layout)
     if count % 2 == 1:
-        products = _start_products(q_tile, k_ring, k_ready, zeros, count - 1, STAGES)
+        products = start_products(q_tile, k_ring, k_ready, zeros, count - 1, STAGES)
         products = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(k_free.index((count - 1) % STAGES), count=1)
         tile = last - 1
-        found |= _reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
-        gl.atomic_or(candidates_ptr + tile // 32, gl.reduce(found, 0, _either), mask=q_tile_exists, sem="relaxed")
+        found |= reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
+        gl.atomic_or(candidates_ptr + tile // 32, gl.reduce(found, 0, either), mask=q_tile_exists, sem="relaxed")
 
 
 @gluon.jit(do_not_specialize=RUNTIME_VALUES)
@@ -182,7 +191,7 @@ def discover_hopper_kernel(
                           stride_qs, pair * 2, first, last, q_begin, seqlen_q,
                           HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS,
                           Q_IN_REGISTERS)),
-        (_load_keys, (k_desc, k_ring, k_ready, k_free, kv_tiles * BLOCK_N, first, last, STAGES, BLOCK_N)),
+        (load_keys, (k_desc, k_ring, k_ready, k_free, kv_tiles * BLOCK_N, first, last, STAGES, BLOCK_N)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -206,8 +215,12 @@ def launch_discover_hopper(
     candidates: Tensor,
     settings: Settings,
     sequences: Sequences,
+    is_wide: bool,
 ) -> None:
-    """Add to ``candidates`` what :func:`discover.launch_discover` prepared ``rows``, ``quantized`` and ``norms`` for."""
+    """Add to ``candidates`` what :func:`discover.launch_discover` prepared ``rows``, ``quantized`` and ``norms`` for.
+
+    ``is_wide``: by programs of three query tiles instead of two.
+    """
     batch, _, num_heads, head_dim = q.shape
     num_kv_heads, num_k_tiles = norms.shape[1:3]
     block_m, block_n = settings.tile
@@ -217,13 +230,19 @@ def launch_discover_hopper(
     seqlen_q = q_end - q_begin
     left, right = settings.window
     unit = 8 if all(stride % 8 == 0 for stride in q.stride()[:3]) else 1
+    kernel, query_tiles, form = discover_hopper_kernel, 2, {"Q_IN_REGISTERS": Q_IN_REGISTERS}
+    if is_wide:
+        from . import discover_hopper_wide
+
+        kernel, form = discover_hopper_wide.discover_hopper_wide_kernel, {}
+        query_tiles = discover_hopper_wide.WARPGROUPS.value
     with torch.cuda.device(q.device):
-        discover_hopper_kernel[(math.ceil(seqlen_q / (2 * block_m)) * num_heads * batch,)](
+        kernel[(math.ceil(seqlen_q / (query_tiles * block_m)) * num_heads * batch,)](
             q, TensorDescriptor(keys, list(keys.shape), [block_d, 1], [block_n, block_d], _key_layout(block_d)),
             rows, norms, candidates, *(stride // unit for stride in q.stride()[:3]),
             q_begin, seqlen_q, seqlen_k, *candidates.shape[2:3], num_k_tiles,
             num_heads, num_heads // num_kv_heads, candidates.shape[-1], left, right,
             HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, STRIDE_UNIT=unit, STAGES=STAGES,
             ROW_NUMBERS=ROW_NUMBERS.value, KEY_NUMBERS=KEY_NUMBERS.value, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0,
-            Q_IN_REGISTERS=Q_IN_REGISTERS, num_warps=4,
+            **form, num_warps=4,
         )  # fmt: skip

@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """INT8 discovery on Hopper with three query tiles per program, one warpgroup each: a third fewer reads of the keys than with two.
 
-Otherwise as ``discover_hopper.py``, whose passes over the keys run near the rate of the L2 cache. Queries stay in registers; a
-warpgroup has one product at a time, which run while the other two judge theirs.
+Otherwise as ``discover_hopper.py``, whose passes over the keys are probably bound by the L2 cache (docs/performance.md). Queries
+stay in registers; a warpgroup has one product at a time, which runs while the other two judge theirs.
 """
 
 from __future__ import annotations
 
-import math
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .blockwise import Settings
-from .discover_bounds import KEY_NUMBERS, ROW_NUMBERS, RUNTIME_VALUES, first_retained_tile
-from .discover_hopper import STAGES, _either, _key_layout, _load_keys, _reaches, _start_products
-from .visibility import Sequences
+from .discover_bounds import RUNTIME_VALUES, first_retained_tile
+from .discover_hopper import either, load_keys, load_rows, reaches, start_products
 
-WARPGROUPS = 3
+WARPGROUPS = gl.constexpr(3)
 
 
 @gluon.jit
@@ -32,38 +25,21 @@ def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidat
     """One warpgroup: its query tile against key tiles first to last - 1; ``candidates_ptr``: words of the program's first."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    threads: gl.constexpr = BLOCK_D // 8
-    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
-
     start_m = (first_q_tile + warpgroup) * BLOCK_M
-    load_m = start_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, load_layout))
-    load_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, load_layout))
-    mask = (load_m < seqlen_q)[:, None] & (load_d < HEAD_DIM)[None, :]
-    q_rows = (q_begin + load_m).to(gl.int64)
-    q = gl.load(q_ptr + q_rows[:, None] * (stride_qs * STRIDE_UNIT) + load_d[None, :], mask=mask, other=0.0).to(
-        gl.float32
-    )
-    inverse = gl.load(rows_ptr + load_m, mask=load_m < seqlen_q, other=1.0)
-    q_int8 = gl.floor(q * inverse[:, None] + 0.5).to(gl.int8)
+    q_int8, needed, per_kept, per_lost, per_norm = load_rows(
+        q_ptr, rows_ptr, stride_qs, start_m, q_begin, seqlen_q, row_layout, HEAD_DIM, BLOCK_M, BLOCK_D, STRIDE_UNIT)  # fmt: skip
     q_tile = gl.convert_layout(q_int8, gl.DotOperandLayout(0, score_layout, 4))
-
-    offs_m = start_m + gl.arange(0, BLOCK_M, row_layout)
-    row_exists = offs_m < seqlen_q
-    needed = gl.load(rows_ptr + seqlen_q + offs_m, mask=row_exists, other=float("inf"))
-    per_kept = gl.load(rows_ptr + 2 * seqlen_q + offs_m, mask=row_exists, other=0.0)
-    per_lost = gl.load(rows_ptr + 3 * seqlen_q + offs_m, mask=row_exists, other=0.0)
-    per_norm = gl.load(rows_ptr + 4 * seqlen_q + offs_m, mask=row_exists, other=0.0)
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, score_layout)
     found = gl.zeros([BLOCK_M], gl.int32, row_layout)
     for tile in range(first, last):
         step = tile - first
-        products = _start_products(q_tile, k_ring, k_ready, zeros, step, STAGES)
+        products = start_products(q_tile, k_ring, k_ready, zeros, step, STAGES)
         products = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(k_free.index(step % STAGES), count=1)
-        found |= _reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
+        found |= reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
         if (tile % 32 == 31) | (tile == last - 1):
             own_words = candidates_ptr + warpgroup * words
-            gl.atomic_or(own_words + tile // 32, gl.reduce(found, 0, _either), mask=start_m < seqlen_q, sem="relaxed")
+            gl.atomic_or(own_words + tile // 32, gl.reduce(found, 0, either), mask=start_m < seqlen_q, sem="relaxed")
             found = gl.zeros([BLOCK_M], gl.int32, row_layout)
 
 
@@ -73,7 +49,6 @@ def discover_hopper_wide_kernel(
     q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles, num_heads, num_kv_groups, words, window_left, window_right,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STRIDE_UNIT: gl.constexpr,
     STAGES: gl.constexpr, ROW_NUMBERS: gl.constexpr, KEY_NUMBERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """Three neighbouring query tiles of one head."""
     program = gl.program_id(0)
@@ -114,36 +89,5 @@ def discover_hopper_wide_kernel(
                           first, last, q_begin, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
         (_discover_rows, (earliest, q_head, head_rows, head_norms, head_words, words, k_ring, k_ready, k_free, stride_qs, first_q_tile,
                           first, last, q_begin, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
-        (_load_keys, (k_desc, k_ring, k_ready, k_free, kv_tiles * BLOCK_N, first, last, STAGES, BLOCK_N)),
+        (load_keys, (k_desc, k_ring, k_ready, k_free, kv_tiles * BLOCK_N, first, last, STAGES, BLOCK_N)),
     ], [4, 4, 1], [160, 160, 24])  # fmt: skip
-
-
-def launch_discover_hopper_wide(
-    q: Tensor,
-    rows: Tensor,
-    quantized: Tensor,
-    norms: Tensor,
-    candidates: Tensor,
-    settings: Settings,
-    sequences: Sequences,
-) -> None:
-    """As :func:`discover_hopper.launch_discover_hopper`."""
-    batch, _, num_heads, head_dim = q.shape
-    num_kv_heads, num_k_tiles = norms.shape[1:3]
-    block_m, block_n = settings.tile
-    block_d = quantized.shape[-1]
-    keys = quantized.view(-1, block_d)
-    q_begin, q_end, _, seqlen_k = sequences.common
-    seqlen_q = q_end - q_begin
-    left, right = settings.window
-    unit = 8 if all(stride % 8 == 0 for stride in q.stride()[:3]) else 1
-    with torch.cuda.device(q.device):
-        discover_hopper_wide_kernel[(math.ceil(seqlen_q / (WARPGROUPS * block_m)) * num_heads * batch,)](
-            q, TensorDescriptor(keys, list(keys.shape), [block_d, 1], [block_n, block_d], _key_layout(block_d)),
-            rows, norms, candidates, *(stride // unit for stride in q.stride()[:3]),
-            q_begin, seqlen_q, seqlen_k, *candidates.shape[2:3], num_k_tiles,
-            num_heads, num_heads // num_kv_heads, candidates.shape[-1], left, right,
-            HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, STRIDE_UNIT=unit, STAGES=STAGES,
-            ROW_NUMBERS=ROW_NUMBERS.value, KEY_NUMBERS=KEY_NUMBERS.value, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0,
-            WARPGROUPS=WARPGROUPS, num_warps=4,
-        )  # fmt: skip
