@@ -11,14 +11,21 @@ from inputs import ids
 from test_decode import CASES, FORMS
 
 from mala_hf.ops import decode
+from mala_hf.ops.launch_cache import CachedKernel
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
 def test_the_last_program_of_a_group_adds_up_what_the_kernel_would(case, form, device, monkeypatch, poisoned_memory):
     call = build(case, device=device)
-    launch, answers, sums = decode.COMBINE.launch, [], []
-    monkeypatch.setattr(decode.COMBINE, "launch", lambda grid, *rest: sums.append(grid) or launch(grid, *rest))
+    launch, answers, sums = CachedKernel.launch, [], []
+
+    def recorded(kernel: CachedKernel, grid: tuple[int, int], *rest) -> None:
+        if kernel is decode.COMBINE:
+            sums.append(grid)
+        launch(kernel, grid, *rest)
+
+    monkeypatch.setattr(CachedKernel, "launch", recorded)
     for last_sums in (False, True):
         monkeypatch.setattr(decode, "LAST_SUMS", last_sums)
         answers.append(call.run("triton", decode=form, num_splits=SPLITS, return_lse=True, return_work=True))

@@ -22,6 +22,8 @@ class CachedKernel:
     read.
     """
 
+    __slots__ = ("compiled", "constants", "kernel", "names")  # so that a method is replaced for all kernels or none
+
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.names = kernel.arg_names
