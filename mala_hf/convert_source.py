@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from .convert_weights import FOREIGN, check_weights, weight_files
-from .model_place import CONFIG, check_hub, hub_errors, no_config
+from .model_place import CONFIG, HUB_NAME, check_hub, hub_errors, no_config
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(@[^@\s]+)?")
+NAME_AND_REVISION = re.compile(HUB_NAME.pattern + r"(@[^@\s]+)?")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def check_checkpoint(checkpoint: str) -> None:
         _read_config(Path(checkpoint), Path(checkpoint).resolve().name)
     elif Path(checkpoint).exists():
         raise ValueError(f"{checkpoint} is a file: give the folder of the checkpoint")
-    elif not HUB_NAME.fullmatch(checkpoint):
+    elif not NAME_AND_REVISION.fullmatch(checkpoint):
         raise FileNotFoundError(f"{checkpoint}: no such folder")
 
 

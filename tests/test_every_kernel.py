@@ -17,6 +17,7 @@ sys.path.append(str(ROOT / "scripts"))
 import run_every_kernel
 import sanitize
 
+from mala_hf.ops import decode
 from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER
 
 # on the CPU each kernel once; the GPU runs all calls
@@ -53,6 +54,11 @@ def test_each_kernel_is_launched_by_the_driver(device):
     expected = kernels() if has_hoppers else kernels() - HOPPERS
     assert len(kernels()) >= 15
     assert launched == expected
+
+
+def test_no_kernel_alone_gets_another_launch_that_the_count_would_miss():
+    with pytest.raises(AttributeError):
+        decode.COMBINE.launch = decode.COMBINE.launch
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,8 @@ MAX_ROWS = 128  # of a tile
 MAX_ROWS_TO_KEEP = 64  # query rows of a KV head up to which the first pass keeps probabilities for the second
 STAGES_OF_TWO = 2  # of a loop that loads keys and values
 SCANNED = 4096  # row maxima that a program of the second pass looks at together
-LAST_SUMS = (
-    False  # the last program of a group adds its splits up, instead of a kernel; not measured on a GPU yet, hence off
-)
+# the last program of a group adds its splits up, instead of a kernel; not measured on a GPU yet, hence off
+LAST_SUMS = False
 MAX_ROWS_OF_LAST = 16  # query rows of a KV head up to which one program is enough for that
 CPU_PROGRAMS = 8  # programs to split the keys over where there is no GPU to fill
 

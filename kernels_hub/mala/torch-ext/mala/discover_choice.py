@@ -27,9 +27,7 @@ MIN_LOOK = 16384  # queries and keys; below, a look takes longer than it could s
 INT8_HEAD_DIM = 128
 MAX_INT8_FRACTION = 0.05  # of the tiles, retained: beyond, walking the candidates costs more than INT8 scores save
 MAX_FUSED_FRACTION = 0.6  # beyond, a dense kernel is faster
-MIN_SPLIT = (
-    32768  # queries and keys; below, taking heads apart costs more than it saves, and one look serves many calls
-)
+MIN_SPLIT = 32768  # queries and keys; below, heads stay together, and one look serves many calls
 
 
 def is_measured(device: torch.device) -> bool:
