@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times forms of a decode beside one another and beside torch's: who adds the splits up, and splits without votes (tau = 0).
+"""Times forms of a decode beside one another and beside torch's: in two passes, and launch shapes of splits without votes (tau = 0).
 
 For a GPU. No new row is begun after ``--seconds``. ``tune_int8_decode.py`` has the launch shapes of the pass over an INT8 plane.
 
@@ -18,14 +18,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tuning import run_rows, switched
+from tuning import run_rows
 
 from mala_hf.bench.baselines import load_baselines
 from mala_hf.bench.decode_inputs import DecodeShape
 from mala_hf.bench.decode_workload import DecodeWorkload
 from mala_hf.bench.gate import relative_error
 from mala_hf.bench.timing import copies_for_cold_reads, device_times
-from mala_hf.ops import KeyPlane, decode, quantize_keys
+from mala_hf.ops import KeyPlane, quantize_keys
+from mala_hf.ops.decode import launch_decode
 from mala_hf.ops.decode_choice import decode_settings
 from mala_hf.ops.query_tile import Settings
 from mala_hf.ops.tile_config import DecodeLaunch, decode_launch
@@ -42,14 +43,13 @@ BUDGET_MS = 40.0
 MAX_ERROR = 0.02
 
 
-def run(q, k, v, plane: KeyPlane | None, form: str, tau: float, last_sums: bool, launch: DecodeLaunch):
+def run(q, k, v, plane: KeyPlane | None, form: str, tau: float, launch: DecodeLaunch):
     """A decode, as ``launch_decode`` is asked for it."""
     settings = decode_settings(
         Settings(tau, q.shape[-1] ** -0.5, (-1, 0), 0.0, (1, launch.block_n)), q, v, k.shape[2], False
     )
     sequences = fixed_sequences(q.shape[0], 1, k.shape[1], 0)
-    with switched({(decode, "LAST_SUMS"): last_sums}):
-        return decode.launch_decode(q, k, v, settings, sequences, None, form, key_plane=plane, launch=launch)[0]
+    return launch_decode(q, k, v, settings, sequences, None, form, key_plane=plane, launch=launch)[0]
 
 
 def measured(numbers: tuple) -> dict[str, Any]:
@@ -63,16 +63,10 @@ def measured(numbers: tuple) -> dict[str, Any]:
     for _ in range(copies_for_cold_reads(plane.nbytes, device) - 1):
         caches.append((k.clone(), v.clone(), KeyPlane(*(x.clone() for x in plane.tensors))))
     launch = decode_launch(q.shape[-1], v.shape[-1], q.dtype)
-    forms: dict[str, tuple] = {
-        f"{form}{', last sums' * last}": (form, 1.0, last, launch)
-        for form in ("two_pass", "int8_two_pass")
-        for last in (False, True)
-    }
+    forms: dict[str, tuple] = {form: (form, 1.0, launch) for form in ("two_pass", "int8_two_pass")}
     for stages, programs, tiles in WITHOUT_VOTES:
         shape = replace(launch, num_stages=stages, programs_per_sm=programs, min_tiles=tiles)
-        for last in (False, True):
-            name = f"tau 0, {stages} stages, {programs} programs, {tiles} tiles{', last sums' * last}"
-            forms[name] = ("split", 0.0, last, shape)
+        forms[f"tau 0, {stages} stages, {programs} programs, {tiles} tiles"] = ("split", 0.0, shape)
     baselines = load_baselines(["sdpa_cudnn", "sdpa_flash"])[0]
     full = baselines["sdpa_cudnn"](q, k, v)
     row: dict[str, Any] = {"shape": numbers}

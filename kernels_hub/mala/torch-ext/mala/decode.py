@@ -36,9 +36,6 @@ MAX_ROWS = 128  # of a tile
 MAX_ROWS_TO_KEEP = 64  # query rows of a KV head up to which the first pass keeps probabilities for the second
 STAGES_OF_TWO = 2  # of a loop that loads keys and values
 SCANNED = 4096  # row maxima that a program of the second pass looks at together
-# the last program of a group adds its splits up, instead of a kernel; not measured on a GPU yet, hence off
-LAST_SUMS = False
-MAX_ROWS_OF_LAST = 16  # query rows of a KV head up to which one program is enough for that
 CPU_PROGRAMS = 8  # programs to split the keys over where there is no GPU to fill
 
 SCORE_TILES, SCORE_PLANE, ATTEND_RETAINED, ATTEND_SPLIT, COMBINE = (
@@ -183,14 +180,11 @@ def launch_decode(
         "HAS_SINKS": sinks is not None,
         "RETURN_WORK": return_work,
     }
-    last_sums = LAST_SUMS and rows <= MAX_ROWS_OF_LAST
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         grid = (groups, num_splits)
         if form == "split":
             can_skip = settings.tau > 0 or return_work
-            arrived = torch.zeros(groups, dtype=torch.int32, device=q.device) if last_sums else None
-            split = {"arrived_ptr": arrived, "LAST_SUMS": last_sums, "CAN_SKIP": can_skip}
-            ATTEND_SPLIT.launch(grid, key, {**scored, **attended, **summed, **split})
+            ATTEND_SPLIT.launch(grid, key, {**scored, **attended, "CAN_SKIP": can_skip})
         else:
             from_plane = key_plane is not None
             keep_p = keep_p and not from_plane
@@ -199,8 +193,6 @@ def launch_decode(
                 "sums_ptr": empty(groups, num_k_tiles, rows) if return_work or not from_plane else None,
                 "split_max_ptr": empty(groups, num_splits, rows),
                 "split_sum_ptr": empty(groups, num_splits, rows),
-                "arrived_ptr": empty(groups, dtype=torch.int32) if last_sums else None,
-                "LAST_SUMS": last_sums,
             }
             bounds: dict[str, Optional[Tensor]] = {"lower_ptr": None, "split_top_ptr": None}
             p = empty(groups, num_k_tiles, rows, block_n, dtype=v.dtype) if keep_p else None
@@ -219,17 +211,16 @@ def launch_decode(
             scan_r = next_power_of_2(rows)
             weighed = {
                 "p_ptr": p,
+                "sinks_ptr": sinks,
                 "lists_ptr": empty(groups, num_splits, -(-num_k_tiles // num_splits), dtype=torch.int32),
                 "SCAN_R": scan_r,
                 "SCAN_TILES": SCANNED // scan_r,
                 "KEEP_P": keep_p,
+                "HAS_SINKS": sinks is not None,
                 "FROM_PLANE": from_plane,
             }
-            ATTEND_RETAINED.launch(
-                grid, key, {**scored, **first_pass, **bounds, **attended, **weighed, **summed, **chain}
-            )
-        if not last_sums:
-            COMBINE.launch((groups, rows), key, {**place, **values, **summed, "num_warps": 8, **chain})
+            ATTEND_RETAINED.launch(grid, key, {**scored, **first_pass, **bounds, **attended, **weighed, **chain})
+        COMBINE.launch((groups, rows), key, {**place, **values, **summed, "num_warps": 8, **chain})
     return out, lse, _by_head(tiles, sequences, num_kv_heads, num_q_tiles, group), certificate
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the splits of a decode found, added up: the second half of both of its forms.
-
-By a kernel of its own, or, where a group has few rows, by that program of the kernel before which is the last of its group to end.
-"""
+"""What the splits of a decode found, added up: the last kernel of all of its forms."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from .decode_rows import decode_place
 from .tile_steps import LOG2_E
 
 SPLITS_AT_ONCE = tl.constexpr(128)
-SPLITS_OF_LAST = tl.constexpr(32)  # a kernel with other work has fewer registers for it
 # fmt: off
 COMBINE_VALUES = ["q_begin", "q_end", "k_begin", "k_end", "total_q", "num_q_tiles", "num_kv_heads", "num_splits"]
 # fmt: on
@@ -36,14 +32,27 @@ def store_split(acc_ptr, state_ptr, acc, row_max, row_sum, omitted, group, split
     tl.store(acc_ptr + (of_split + rows)[:, None] * V_HEAD_DIM + dims[None, :], acc, mask=mask)
 
 
-@triton.jit
-def sum_row(acc_ptr, state_ptr, sinks_ptr, out_ptr, lse_ptr, certificate_ptr, group, row, token, kv_head, sequence, q_begin, total_q,
-            num_kv_heads, num_splits, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr,
-            HAS_SINKS: tl.constexpr, RETURN_WORK: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
-    """One row: the splits' sums over one normalizer, the sink in it.
+@triton.jit(do_not_specialize=COMBINE_VALUES)
+def combine_kernel(
+    acc_ptr, state_ptr, sinks_ptr, out_ptr, lse_ptr, certificate_ptr, bounds_ptr,
+    q_begin, q_end, k_begin, k_end, total_q, num_q_tiles, num_kv_heads, num_splits,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, HAS_BOUNDS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, RETURN_WORK: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One row of a group: the splits' sums over one normalizer, the sink in it.
 
     out is (batch, total_q, heads, V_HEAD_DIM), lse and certificate (batch, heads, total_q).
     """
+    group = tl.program_id(0)
+    row = tl.program_id(1)
+    q_tile, kv_head, sequence, q_begin, _, seqlen_q, _ = decode_place(
+        group, num_q_tiles, num_kv_heads, bounds_ptr, q_begin, q_end, k_begin, k_end, HAS_BOUNDS
+    )
+    token = q_tile * TOKENS + row // GROUP
+    if token >= seqlen_q:
+        return
+    if IS_CHAINED:
+        gdc_wait()
     dims = tl.arange(0, BLOCK_DV)
     total_max = float("-inf")
     total_sum = 0.0
@@ -53,8 +62,8 @@ def sum_row(acc_ptr, state_ptr, sinks_ptr, out_ptr, lse_ptr, certificate_ptr, gr
     if HAS_SINKS:
         total_max = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         total_sum = tl.where(total_max == float("-inf"), 0.0, 1.0)
-    for start in range(0, num_splits, AT_ONCE):
-        splits = start + tl.arange(0, AT_ONCE)
+    for start in range(0, num_splits, SPLITS_AT_ONCE):
+        splits = start + tl.arange(0, SPLITS_AT_ONCE)
         of_splits = tl.cast(group * num_splits + splits, tl.int64) * (TOKENS * GROUP) + row
         is_split = splits < num_splits
         row_max = tl.load(state_ptr + of_splits * 3, mask=is_split, other=float("-inf"))
@@ -84,40 +93,3 @@ def sum_row(acc_ptr, state_ptr, sinks_ptr, out_ptr, lse_ptr, certificate_ptr, gr
     tl.store(lse_ptr + of_lse, lse)
     if RETURN_WORK:
         tl.store(certificate_ptr + of_lse, omitted * inverse)
-
-
-@triton.jit(do_not_specialize=COMBINE_VALUES)
-def combine_kernel(
-    acc_ptr, state_ptr, sinks_ptr, out_ptr, lse_ptr, certificate_ptr, bounds_ptr,
-    q_begin, q_end, k_begin, k_end, total_q, num_q_tiles, num_kv_heads, num_splits,
-    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, HAS_BOUNDS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, RETURN_WORK: tl.constexpr, IS_CHAINED: tl.constexpr,
-):  # fmt: skip
-    """One row of a group."""
-    group = tl.program_id(0)
-    row = tl.program_id(1)
-    q_tile, kv_head, sequence, q_begin, _, seqlen_q, _ = decode_place(
-        group, num_q_tiles, num_kv_heads, bounds_ptr, q_begin, q_end, k_begin, k_end, HAS_BOUNDS
-    )
-    token = q_tile * TOKENS + row // GROUP
-    if token >= seqlen_q:
-        return
-    if IS_CHAINED:
-        gdc_wait()
-    sum_row(acc_ptr, state_ptr, sinks_ptr, out_ptr, lse_ptr, certificate_ptr, group, row, token, kv_head, sequence, q_begin, total_q,
-            num_kv_heads, num_splits, V_HEAD_DIM, BLOCK_DV, TOKENS, GROUP, HAS_SINKS, RETURN_WORK, SPLITS_AT_ONCE)  # fmt: skip
-
-
-@triton.jit
-def sum_by_last(acc_ptr, state_ptr, arrived_ptr, sinks_ptr, out_ptr, lse_ptr, certificate_ptr, group, q_tile, kv_head, sequence,
-                q_begin, seqlen_q, total_q, num_kv_heads, num_splits, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-                TOKENS: tl.constexpr, GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, RETURN_WORK: tl.constexpr):  # fmt: skip
-    """All rows of the group, by the last of its ``num_splits`` programs to come here; ``arrived`` (groups,) begins at 0."""
-    tl.debug_barrier()  # what all threads have stored goes before the number that one of them draws
-    if tl.atomic_add(arrived_ptr + group, 1, sem="acq_rel") == num_splits - 1:
-        for row in range(TOKENS * GROUP):
-            token = q_tile * TOKENS + row // GROUP
-            if token < seqlen_q:
-                sum_row(acc_ptr, state_ptr, sinks_ptr, out_ptr, lse_ptr, certificate_ptr, group, row, token, kv_head, sequence, q_begin,
-                        total_q, num_kv_heads, num_splits, V_HEAD_DIM, BLOCK_DV, TOKENS, GROUP, HAS_SINKS, RETURN_WORK,
-                        SPLITS_OF_LAST)  # fmt: skip

@@ -66,13 +66,13 @@ def _sum_of_tiles(x):
 @triton.jit(do_not_specialize=PLANE_VALUES)
 def score_plane_kernel(
     q_ptr, quantized_ptr, scales_ptr, residuals_ptr, maxima_ptr, sums_ptr, lower_ptr, split_max_ptr, split_sum_ptr, split_top_ptr,
-    arrived_ptr, bounds_ptr, stride_qb, stride_qs, stride_qh, stride_pb, stride_ps, stride_ph, stride_nb, stride_nh,
+    bounds_ptr, stride_qb, stride_qs, stride_qh, stride_pb, stride_ps, stride_ph, stride_nb, stride_nh,
     q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
     softmax_scale, softcap_log2, tau,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr, STRIDE_UNIT: tl.constexpr, PLANE_UNIT: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    RETURN_WORK: tl.constexpr, IS_CHAINED: tl.constexpr, LAST_SUMS: tl.constexpr,
+    RETURN_WORK: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One split, (num_groups, num_k_tiles, rows) of each tile and (num_groups, num_splits, rows) of the split, in log2 units.
 
@@ -172,8 +172,6 @@ def score_plane_kernel(
     tl.store(split_max_ptr + of_split, split_max, mask=is_row)
     tl.store(split_sum_ptr + of_split, tl.sum(row_sum * tl.exp2(row_max - shift[:, None]), 1), mask=is_row)
     tl.store(split_top_ptr + of_split, tl.max(top, 1), mask=is_row)
-    if LAST_SUMS:
-        tl.store(arrived_ptr + group, 0, mask=tl.program_id(1) == 0)
 
 
 def plane_arguments(plane: KeyPlane, block_r: int, block_n: int, launch: PlaneLaunch) -> dict[str, Any]:

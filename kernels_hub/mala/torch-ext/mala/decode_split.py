@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .decode_chain import gdc_launch_dependents
-from .decode_combine import store_split, sum_by_last
+from .decode_combine import store_split
 from .decode_rows import (
     RUNTIME_VALUES,
     decode_place,
@@ -23,16 +23,14 @@ from .tile_steps import LOG2_E
 
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def attend_split_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, acc_ptr, state_ptr, arrived_ptr, out_ptr, lse_ptr, certificate_ptr, tiles_ptr, bounds_ptr,
-    tables_ptr,
+    q_ptr, k_ptr, v_ptr, acc_ptr, state_ptr, tiles_ptr, bounds_ptr, tables_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_tables,
-    q_begin, q_end, k_begin, k_end, total_q, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
+    q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
     softmax_scale, softcap_log2, tau,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr,
-    CAN_SKIP: tl.constexpr, LAST_SUMS: tl.constexpr,
+    RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr, CAN_SKIP: tl.constexpr,
 ):  # fmt: skip
     """The rule over one split's tiles, last to first. tau / L_q counts the full context.
 
@@ -86,7 +84,3 @@ def attend_split_kernel(
                 omitted += tl.sum(legal, 1) * tl.exp2(tile_max - tl.where(row_max == float("-inf"), 0.0, row_max))
     store_split(acc_ptr, state_ptr, acc, row_max, row_sum, omitted, group, tl.program_id(1), num_splits, V_HEAD_DIM, BLOCK_DV,
                 TOKENS, GROUP, BLOCK_R)  # fmt: skip
-    if LAST_SUMS:
-        sum_by_last(acc_ptr, state_ptr, arrived_ptr, sinks_ptr, out_ptr, lse_ptr, certificate_ptr, group, q_tile, kv_head, sequence,
-                    q_begin, seqlen_q, total_q, num_kv_heads, num_splits, V_HEAD_DIM, BLOCK_DV, TOKENS, GROUP, HAS_SINKS,
-                    RETURN_WORK)  # fmt: skip

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .decode_chain import gdc_launch_dependents, gdc_wait
-from .decode_combine import SPLITS_AT_ONCE, store_split, sum_by_last
+from .decode_combine import SPLITS_AT_ONCE, store_split
 from .decode_rows import (
     RUNTIME_VALUES,
     decode_place,
@@ -36,14 +36,14 @@ PRUNING_SLACK = tl.constexpr(2.0**-16)  # more than the forward's: what it prune
 
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def score_tiles_kernel(
-    q_ptr, k_ptr, maxima_ptr, sums_ptr, p_ptr, split_max_ptr, split_sum_ptr, arrived_ptr, bounds_ptr, tables_ptr,
+    q_ptr, k_ptr, maxima_ptr, sums_ptr, p_ptr, split_max_ptr, split_sum_ptr, bounds_ptr, tables_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_tables,
     q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
     softmax_scale, softcap_log2, tau,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, KEEP_P: tl.constexpr, RETURN_WORK: tl.constexpr,
-    DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr, LAST_SUMS: tl.constexpr,
+    DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One split: row maxima and sums of each tile (num_groups, num_k_tiles, rows), and of the split (num_groups, num_splits, rows)."""
     group = tl.program_id(0)
@@ -94,8 +94,6 @@ def score_tiles_kernel(
     of_split = (group * num_splits + tl.program_id(1)) * (TOKENS * GROUP) + rows
     tl.store(split_max_ptr + of_split, row_max, mask=is_row)
     tl.store(split_sum_ptr + of_split, row_sum, mask=is_row)
-    if LAST_SUMS:
-        tl.store(arrived_ptr + group, 0, mask=tl.program_id(1) == 0)
 
 
 @triton.jit
@@ -176,15 +174,15 @@ def _spread(x, BLOCK_R: tl.constexpr, SCAN_R: tl.constexpr):
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def attend_retained_kernel(
     q_ptr, k_ptr, v_ptr, maxima_ptr, sums_ptr, p_ptr, lower_ptr, split_max_ptr, split_sum_ptr, split_top_ptr, lists_ptr, sinks_ptr,
-    acc_ptr, state_ptr, arrived_ptr, out_ptr, lse_ptr, certificate_ptr, tiles_ptr, bounds_ptr, tables_ptr,
+    acc_ptr, state_ptr, tiles_ptr, bounds_ptr, tables_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_tables,
-    q_begin, q_end, k_begin, k_end, total_q, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
+    q_begin, q_end, k_begin, k_end, num_q_tiles, num_k_tiles, num_kv_heads, num_splits, window_left, window_right,
     softmax_scale, softcap_log2, tau,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, SCAN_R: tl.constexpr, SCAN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, KEEP_P: tl.constexpr, FROM_PLANE: tl.constexpr, RETURN_WORK: tl.constexpr,
-    DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr, LAST_SUMS: tl.constexpr,
+    DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the output, over the full normalizer, as ``decode_combine`` wants it.
 
@@ -280,7 +278,3 @@ def attend_retained_kernel(
     left_out = tl.where(left_out == 0.0, 0.0, left_out * tl.exp2(shift - row_max))
     store_split(acc_ptr, state_ptr, acc, row_max, row_sum, left_out, group, split, num_splits, V_HEAD_DIM, BLOCK_DV, TOKENS, GROUP,
                 BLOCK_R)  # fmt: skip
-    if LAST_SUMS:
-        sum_by_last(acc_ptr, state_ptr, arrived_ptr, sinks_ptr, out_ptr, lse_ptr, certificate_ptr, group, q_tile, kv_head, sequence,
-                    q_begin, seqlen_q, total_q, num_kv_heads, num_splits, V_HEAD_DIM, BLOCK_DV, TOKENS, GROUP, HAS_SINKS,
-                    RETURN_WORK)  # fmt: skip
