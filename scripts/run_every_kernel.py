@@ -28,7 +28,7 @@ from tuning import switched
 from mala_hf import ops
 
 LAUNCHERS = ("backward", "decode", "discover", "discover_probe", "forward", "key_plane_kernel")
-HOPPER_LAUNCHERS = ("discover_hopper", "discover_hopper_wide", "forward_hopper_launch")
+HOPPER_LAUNCHERS = ("discover_hopper", "forward_hopper_launch")
 FORWARD_ONLY, TRAINED = False, True
 
 
@@ -214,7 +214,8 @@ CALLS: dict[str, Callable[[Inputs], list[Tensor]]] = {
     "forward, portable kernel": launched("forward", use_hopper=False),
     "forward, pointers": launched("forward", use_hopper=False, use_tma=False),
     "forward over a known support": launched("forward", walk=True),
-    "forward, three query tiles": in_form(public(), "forward_hopper_launch", "IS_WIDE"),
+    "forward, tiles too large for three per program on Hopper": public(head_dim=256),
+    "forward without a vote": public(tau=0.0),
     "forward and backward": public(train=TRAINED, save_support=False),
     "forward and backward over its support": public(train=TRAINED, save_support=True),
     "odd head_dim": public(train=TRAINED, head_dim=72),
@@ -225,7 +226,6 @@ CALLS: dict[str, Callable[[Inputs], list[Tensor]]] = {
     "packed, backward": packed(TRAINED),
     "more queries than keys": public(200, 70, train=TRAINED),
     "INT8 discovery": public(discovery="int8"),
-    "INT8 discovery, three query tiles": in_form(public(discovery="int8"), "discover", "IS_WIDE"),
     "INT8 discovery, Hopper's walk": in_form(public(discovery="int8"), "forward_hopper_launch", "WALKS_CANDIDATES"),
     "INT8 discovery, portable kernel": launched("discover", use_hopper=False),
     "the look before INT8 discovery": launched("look"),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times forms of the Hopper forward beside one another and beside cuDNN, those that are not chosen yet among them.
+"""Times forms of the Hopper forward beside one another and beside cuDNN, one that is not chosen yet among them.
 
-Each is checked first: the same bits as the form that ships (full attention's values for tau = 0). For a Hopper GPU. No new row is
-begun after ``--seconds``.
+Each is checked first: the same bits as the fused form (full attention's values for tau = 0). For a Hopper GPU. No new row is begun
+after ``--seconds``. ``results/forward_forms_h200.json`` has the forms that were taken out, too.
 
-python scripts/tune_forward.py --output results/forward_forms_h200.json
+python scripts/tune_forward.py --output forward_forms.json
 """
 
 from __future__ import annotations
@@ -25,39 +25,20 @@ from mala_hf.bench.baselines import load_baselines
 from mala_hf.bench.gate import relative_error
 from mala_hf.bench.timing import copies_for_cold_reads, device_times
 from mala_hf.bench.workload import copies_of, measured_slots, workload_of
-from mala_hf.ops import discover, discover_hopper, mala_attn_func
 from mala_hf.ops import forward_hopper_launch as launch
+from mala_hf.ops import mala_attn_func
 
 SHAPES = (
     "16,8,128,32768,400", "16,8,128,32768,1000", "16,8,128,131072,400", "16,8,128,131072,1000", "16,8,128,2048,flat",
     "16,8,128,8192,flat", "16,8,128,32768,flat", "16,8,128,131072,flat", "16,8,128,8192,400", "16,8,128,8192,1000",
     "16,8,64,2048,flat", "16,8,64,8192,flat", "16,8,64,32768,flat", "32,8,128,8192,flat", "16,8,64,32768,400", "32,8,128,32768,400",
 )  # fmt: skip
-# name: what the call is asked for, and the switches of the launcher
-FORMS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
-    "fused": ({"discovery": "fused"}, {}),
-    "fused_prefetching": ({"discovery": "fused"}, {"PREFETCHES_VALUES": True}),
-    "fused_wide": ({"discovery": "fused"}, {"FORWARD_IS_WIDE": True}),
-    "fused_wide_prefetching": ({"discovery": "fused"}, {"FORWARD_IS_WIDE": True, "PREFETCHES_VALUES": True}),
-    "fused_q": ({"discovery": "fused"}, {"Q_IN_REGISTERS": True}),
-    "tau0": ({"discovery": "fused", "tau": 0.0}, {}),
-    "tau0_q": ({"discovery": "fused", "tau": 0.0}, {"Q_IN_REGISTERS": True}),
-    "int8": ({"discovery": "int8"}, {}),
-    "int8_walking": ({"discovery": "int8"}, {"WALKS_CANDIDATES": True}),
-    "int8_walking_prefetching": ({"discovery": "int8"}, {"WALKS_CANDIDATES": True, "PREFETCHES_VALUES": True}),
-    "int8_walking_q": ({"discovery": "int8"}, {"WALKS_CANDIDATES": True, "Q_IN_REGISTERS": True}),
-    "int8_q": ({"discovery": "int8"}, {"INT8_Q_IN_REGISTERS": True}),
-    "int8_wide": ({"discovery": "int8"}, {"IS_WIDE": True}),
-    "int8_wide_walking": ({"discovery": "int8"}, {"IS_WIDE": True, "WALKS_CANDIDATES": True}),
-    "int8_q_walking": ({"discovery": "int8"}, {"INT8_Q_IN_REGISTERS": True, "WALKS_CANDIDATES": True}),
-}
-SWITCHES = {
-    "WALKS_CANDIDATES": (launch, "WALKS_CANDIDATES"),
-    "PREFETCHES_VALUES": (launch, "PREFETCHES_VALUES"),
-    "Q_IN_REGISTERS": (launch, "Q_IN_REGISTERS"),
-    "FORWARD_IS_WIDE": (launch, "IS_WIDE"),
-    "IS_WIDE": (discover, "IS_WIDE"),
-    "INT8_Q_IN_REGISTERS": (discover_hopper, "Q_IN_REGISTERS"),
+# name: what the call is asked for, and whether the Hopper forward walks candidates
+FORMS: dict[str, tuple[dict[str, Any], bool]] = {
+    "fused": ({"discovery": "fused"}, False),
+    "tau0": ({"discovery": "fused", "tau": 0.0}, False),
+    "int8": ({"discovery": "int8"}, False),
+    "int8_walking": ({"discovery": "int8"}, True),
 }
 BUDGET_MS = 150.0
 MAX_ERROR = 0.02
@@ -65,8 +46,8 @@ MAX_ERROR = 0.02
 
 def attend(form: str, q, k, v):
     """The call in one of FORMS."""
-    options, switches = FORMS[form]
-    with switched({place: switches.get(name, False) for name, place in SWITCHES.items()}):
+    options, walks = FORMS[form]
+    with switched({(launch, "WALKS_CANDIDATES"): walks}):
         return mala_attn_func(q, k, v, causal=True, **options)
 
 
@@ -86,7 +67,7 @@ def measured(shape: str) -> dict[str, Any]:
     for form, call in (calls | {"sdpa_cudnn": cudnn}).items():
         try:
             out = call(inputs.q, inputs.k, inputs.v)
-            is_right = form in ("tau0", "tau0_q", "sdpa_cudnn") or torch.equal(out, exact)
+            is_right = form in ("tau0", "sdpa_cudnn") or torch.equal(out, exact)
             if not is_right or relative_error(out, full) > MAX_ERROR:
                 raise ValueError(f"wrong result, relative error {relative_error(out, full):.3g}")
             timed = device_times([functools.partial(call, *(one.q, one.k, one.v)) for one in copies], device, BUDGET_MS)

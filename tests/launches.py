@@ -19,7 +19,7 @@ class Launch:
     target: str
     head_dim: int
     dtype: str = "bfloat16"
-    # "prefill", "decode", one of DECODE_FORMS, "backward", "backward with support", "discover", "discover wide", "look", "walk"
+    # "prefill", "decode", one of DECODE_FORMS, "backward", "backward with support", "discover", "look", "walk"
     phase: str = "prefill"
     use_tma: bool = False
     use_hopper: bool = False
@@ -108,8 +108,7 @@ def run(launch: Launch) -> None:
             if launch.phase == "look":
                 discover_probe.sampled_counts(q, k, settings, sequences)
                 continue
-            if launch.phase.startswith("discover"):
-                discover.IS_WIDE = launch.phase == "discover wide"
+            if launch.phase == "discover":
                 discover.launch_discover(q, k, settings, sequences, use_hopper=launch.use_hopper)
                 continue
             candidates = None
@@ -148,16 +147,14 @@ def kernels_of(launch: Launch) -> list[tuple[object, str]]:
         from mala import discover_probe
 
         return [(discover_probe, "sample_scores_kernel"), (discover_probe, "count_retained_kernel")]
-    if launch.phase.startswith("discover"):
+    if launch.phase == "discover":
         from mala import discover
 
         prepare = [(discover, "quantize_keys_kernel"), (discover, "bound_rows_kernel")]
         if not launch.use_hopper:
             return [*prepare, (discover, "discover_kernel")]
-        from mala import discover_hopper, discover_hopper_wide
+        from mala import discover_hopper
 
-        if launch.phase == "discover wide":
-            return [*prepare, (discover_hopper_wide, "discover_hopper_wide_kernel")]
         return [*prepare, (discover_hopper, "discover_hopper_kernel")]
     if launch.use_hopper:
         from mala import forward_hopper_launch

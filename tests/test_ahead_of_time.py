@@ -16,6 +16,7 @@ from mala_hf.ops.tile_config import (
     PREFILL_32BIT,
     SHARED_BYTES,
     UNTUNED_PREFILL_16BIT,
+    TileConfig,
     backward_config,
     tile_config,
 )
@@ -55,6 +56,7 @@ HOPPER = [
     Launch("cuda:90", 128, phase="walk", use_hopper=True, features=True),
     Launch("cuda:90", 72, "float16", use_hopper=True),
     Launch("cuda:90", 192, v_head_dim=128, use_hopper=True),
+    Launch("cuda:90", 128, v_head_dim=256, use_hopper=True),  # too wide for the registers of three warpgroups
 ]
 VARIANTS = [
     Launch("cuda:80", 128, features=True),
@@ -75,11 +77,7 @@ DISCOVERY = {
         target: [Launch(target, head_dim, phase=phase) for head_dim in (64, 128, 256) for phase in ("discover", "look")]
         for target in SHARED_LIMIT_BYTES
     },
-    "cuda:90 hopper": [
-        Launch("cuda:90", head_dim, phase=phase, use_hopper=True)
-        for head_dim in (64, 128, 256)
-        for phase in ("discover", "discover wide")
-    ],
+    "cuda:90 hopper": [Launch("cuda:90", head_dim, phase="discover", use_hopper=True) for head_dim in (64, 128, 256)],
 }
 DECODE = {
     target: [
@@ -95,7 +93,7 @@ DECODE = {
 UNTUNED = [name for major, minor in UNTUNED_PREFILL_16BIT if (name := f"cuda:{major}{minor}") not in SHARED_LIMIT_BYTES]
 # the backward's support, delta, dq, and dk with dv; discovery's keys, rows and pass; a decode's plane, passes and sum
 NUM_KERNELS = {
-    "backward": 4, "backward with support": 4, "discover": 3, "discover wide": 3, "look": 2, "decode in two passes": 3,
+    "backward": 4, "backward with support": 4, "discover": 3, "look": 2, "decode in two passes": 3,
     "decode in splits": 2, "decode in two passes from int8": 4,
 }  # fmt: skip
 # the backward's shapes, with every feature over a saved support and without any over the state alone
@@ -111,6 +109,9 @@ BACKWARD = {
     ]
     for target in SHARED_LIMIT_BYTES
 }
+
+
+needs_gluon = pytest.mark.skipif(not HAS_GLUON_FOR_HOPPER, reason="this Triton cannot compile the Hopper kernel")
 
 
 def _complaints(launch: Launch, kernels: list[dict]) -> list[str]:
@@ -201,7 +202,38 @@ def test_discovery_compiles_and_fits(target):
     _assert_all_fit(launches)
 
 
-needs_gluon = pytest.mark.skipif(not HAS_GLUON_FOR_HOPPER, reason="this Triton cannot compile the Hopper kernel")
+@pytest.mark.triton
+@needs_gluon
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim", "block_n", "can_skip", "is_walk", "expected"),
+    [
+        (64, 64, 128, True, False, 3),
+        (128, 128, 128, True, False, 3),
+        (192, 128, 64, True, False, 3),
+        (128, 128, 128, False, False, 2),
+        (128, 128, 128, True, True, 2),
+        (256, 256, 64, True, False, 2),  # shared memory
+        (128, 256, 64, True, False, 2),  # registers
+        (64, 64, 256, True, False, 2),
+    ],
+)
+def test_hoppers_forward_takes_three_query_tiles_at_once_where_it_may_skip_and_they_fit(
+    head_dim, v_head_dim, block_n, can_skip, is_walk, expected
+):
+    from mala_hf.ops.forward_hopper_launch import query_tiles_per_program
+
+    q, v = (torch.empty(1, 64, 1, dim, dtype=torch.bfloat16) for dim in (head_dim, v_head_dim))
+    assert query_tiles_per_program(q, v, TileConfig(64, block_n, 4, 2), can_skip, is_walk) == expected
+
+
+@pytest.mark.triton
+@needs_gluon
+def test_discovery_in_tiles_of_256_keys_which_hoppers_pass_does_not_compile_takes_the_portable_one():
+    from mala_hf.ops.discover_hopper import supports
+
+    q = torch.empty(1, 64, 1, 64, dtype=torch.bfloat16)
+    assert [keys for keys in (32, 64, 128, 256) if supports(q, (64, keys))] == [32, 64, 128]
+    _assert_all_fit([Launch("cuda:90", 64, phase="discover", tile=(64, 256))])
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ ONE_OF_EACH = (
     "decode from an INT8 plane",
     "the look before INT8 discovery",
 )
-HOPPERS = {"mala_forward_hopper_kernel", "discover_hopper_kernel", "discover_hopper_wide_kernel"}
+HOPPERS = {"mala_forward_hopper_kernel", "discover_hopper_kernel"}
 FINDING = """========= Invalid __global__ read of size 2 bytes
 =========     at mala_forward_kernel+0x1f0 in forward_kernel.py:71
 =========     by thread (0,0,0) in block (3,0,0)

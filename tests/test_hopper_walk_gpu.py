@@ -31,12 +31,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("added", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
-def test_candidates_give_the_bits_of_all_tiles(case, added, is_new, device, monkeypatch):
-    for name in ("PREFETCHES_VALUES", "Q_IN_REGISTERS"):
-        monkeypatch.setattr(importlib.import_module("mala_hf.ops.forward_hopper_launch"), name, is_new)
+def test_candidates_give_the_bits_of_all_tiles(case, added, device):
     arguments = arguments_of(build(case, torch.bfloat16, device))
     out, lse, _, _, support = launch_forward(*arguments, return_work=False, save_support=True)
     retained = unpack_support(support, arguments[4].tile_grid(arguments[3].tile)[1])
@@ -53,12 +50,6 @@ def test_candidates_give_the_bits_of_all_tiles(case, added, is_new, device, monk
         assert not saves or torch.equal(found[4], support)
 
 
-NEW = {
-    "walk": (("forward_hopper_launch", "WALKS_CANDIDATES"),),
-    "queries in registers": (("discover_hopper", "Q_IN_REGISTERS"),),
-    "three query tiles": (("discover", "IS_WIDE"),),
-    "walk, three query tiles": (("forward_hopper_launch", "WALKS_CANDIDATES"), ("discover", "IS_WIDE")),
-}
 FOUND = [
     CASES[0],
     CASES[2],
@@ -77,25 +68,17 @@ class Constants:
         return lambda *args, **constants: self.noted.append(constants) or self.kernel[grid](*args, **constants)
 
 
-@pytest.mark.parametrize("what", NEW)
+@pytest.mark.parametrize("walks", [False, True])
 @pytest.mark.parametrize("case", FOUND, ids=ids(FOUND))
-def test_int8_discovery_gives_the_fused_bits_with_it(case, what, device, monkeypatch):
+def test_int8_discovery_gives_the_fused_bits_whichever_kernel_walks(case, walks, device, monkeypatch):
     call = build(case, torch.bfloat16, device)
     fused = call.run("triton", discovery="fused", return_lse=True)
     launched: dict[str, list[dict]] = {}
-    for module, name in (
-        ("forward_hopper_launch", "mala_forward_hopper"),
-        ("discover_hopper", "discover_hopper"),
-        ("discover_hopper_wide", "discover_hopper_wide"),
-    ):
+    for module, name in (("forward_hopper_launch", "mala_forward_hopper"), ("discover_hopper", "discover_hopper")):
         place, noted = importlib.import_module(f"mala_hf.ops.{module}"), launched.setdefault(name, [])
         monkeypatch.setattr(place, f"{name}_kernel", Constants(getattr(place, f"{name}_kernel"), noted))
-    for module, name in NEW[what]:
-        monkeypatch.setattr(importlib.import_module(f"mala_hf.ops.{module}"), name, True)
+    monkeypatch.setattr(importlib.import_module("mala_hf.ops.forward_hopper_launch"), "WALKS_CANDIDATES", walks)
     found = call.run("triton", discovery="int8", return_lse=True)
     assert all(torch.equal(x, y) for x, y in zip(found, fused, strict=True))
-    assert [one["IS_WALK"] for one in launched["mala_forward_hopper"]] == [True] * ("walk" in what)
-    assert len(launched["discover_hopper_wide"]) == ("three query tiles" in what)
-    assert [one["Q_IN_REGISTERS"] for one in launched["discover_hopper"]] == (
-        [] if "three query tiles" in what else [what == "queries in registers"]
-    )
+    assert [one["IS_WALK"] for one in launched["mala_forward_hopper"]] == [True] * walks
+    assert len(launched["discover_hopper"]) == 1

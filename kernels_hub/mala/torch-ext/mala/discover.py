@@ -33,8 +33,6 @@ from .tile_steps import LOG2_E
 from .tma import HAS_GLUON_FOR_HOPPER, nvidia_major
 from .visibility import Sequences
 
-IS_WIDE = False  # on Hopper three query tiles per program instead of two; not measured on a GPU yet, hence off
-
 
 @triton.jit
 def _either(a, b):
@@ -144,7 +142,7 @@ def launch_discover(
         if use_hopper:
             from .discover_hopper import launch_discover_hopper
 
-            launch_discover_hopper(q, rows, quantized, norms, candidates, settings, sequences, IS_WIDE)
+            launch_discover_hopper(q, rows, quantized, norms, candidates, settings, sequences)
             return candidates
         group = max(config.rows // block_m, 1)
         discover_kernel[(math.ceil(q_tiles / group) * num_heads * batch,)](

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""INT8 discovery on Hopper: two query tiles per program, one warpgroup each, sharing every key tile.
+"""INT8 discovery on Hopper: three query tiles per program, one warpgroup each, sharing every key tile.
 
-As in ``forward_hopper.py`` a third warp brings key tiles through a ring of STAGES buffers. Nothing here asks for a vote: each row
-keeps one bit per key tile in a register, and rows are put together once in 32 tiles.
+As in ``forward_hopper.py`` one more warp brings key tiles through a ring of STAGES buffers. Nothing here asks for a vote: each row
+keeps one bit per key tile in a register, and rows are put together once in 32 tiles. Queries stay in registers; a warpgroup has one
+product at a time, which runs while the other two judge theirs.
 """
 
 from __future__ import annotations
@@ -14,13 +15,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .blockwise import Settings
@@ -29,20 +24,21 @@ from .tile_config import padded_head_dim
 from .visibility import Sequences
 
 ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
+WARPGROUPS = gl.constexpr(3)
 STAGES = 8
-Q_IN_REGISTERS = False  # not measured on a GPU yet, as in forward_hopper_launch.py
+MAX_KEYS = 128  # of a tile: this Triton compiles no INT8 product with 256
 MAX_SHARED_BYTES = 227 * 1024
 
 
 @gluon.jit
-def either(a, b):
+def _either(a, b):
     """Bits of both, for a reduction."""
     return a | b
 
 
 @gluon.jit
-def load_keys(k_desc, k_ring, k_ready, k_free, first_row, first, last, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The loading warp: key tiles first to last - 1, each into the next ring buffer once both warpgroups are done with it."""
+def _load_keys(k_desc, k_ring, k_ready, k_free, first_row, first, last, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The loading warp: key tiles first to last - 1, each into the next ring buffer once all warpgroups are done with it."""
     for step in range(last - first):
         stage = step % STAGES
         mbarrier.wait(k_free.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -52,7 +48,7 @@ def load_keys(k_desc, k_ring, k_ready, k_free, first_row, first, last, STAGES: g
 
 
 @gluon.jit
-def start_products(q_tile, k_ring, k_ready, zeros, step, STAGES: gl.constexpr):
+def _start_products(q_tile, k_ring, k_ready, zeros, step, STAGES: gl.constexpr):
     """Start the INT8 product with the ``step``-th key tile."""
     stage = step % STAGES
     mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
@@ -60,7 +56,7 @@ def start_products(q_tile, k_ring, k_ready, zeros, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS: gl.constexpr):
+def _reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS: gl.constexpr):
     """int32 per row: 1 where the tile's bound reaches the row's limit; a NaN does."""
     norms = norms_ptr + tile * KEY_NUMBERS
     k_scale = gl.load(norms)
@@ -69,8 +65,8 @@ def reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY
 
 
 @gluon.jit
-def load_rows(q_ptr, rows_ptr, stride_qs, start_m, q_begin, seqlen_q, row_layout: gl.constexpr, HEAD_DIM: gl.constexpr,
-               BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STRIDE_UNIT: gl.constexpr):  # fmt: skip
+def _load_rows(q_ptr, rows_ptr, stride_qs, start_m, q_begin, seqlen_q, row_layout: gl.constexpr, HEAD_DIM: gl.constexpr,
+                BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STRIDE_UNIT: gl.constexpr):  # fmt: skip
     """A query tile in INT8, and what its rows' bounds are made of: needed, per_kept, per_lost, per_norm."""
     threads: gl.constexpr = BLOCK_D // 8
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
@@ -94,49 +90,29 @@ def load_rows(q_ptr, rows_ptr, stride_qs, start_m, q_begin, seqlen_q, row_layout
 
 
 @gluon.jit
-def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidates_ptr, q_block, k_ring, k_ready, k_free,
-                   stride_qs, q_tile_index, first, last, q_begin, seqlen_q,
-                   HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                   STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, KEY_NUMBERS: gl.constexpr,
-                   Q_IN_REGISTERS: gl.constexpr):  # fmt: skip
-    """One warpgroup: one query tile against key tiles first (even) to last - 1; ``candidates_ptr`` is its row of words."""
+def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidates_ptr, words, k_ring, k_ready, k_free, stride_qs,
+                   first_q_tile, first, last, q_begin, seqlen_q, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
+                   BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr,
+                   KEY_NUMBERS: gl.constexpr):  # fmt: skip
+    """One warpgroup: its query tile against key tiles first to last - 1; ``candidates_ptr``: words of the program's first."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    start_m = q_tile_index * BLOCK_M
-    q_int8, needed, per_kept, per_lost, per_norm = load_rows(
+    start_m = (first_q_tile + warpgroup) * BLOCK_M
+    q_int8, needed, per_kept, per_lost, per_norm = _load_rows(
         q_ptr, rows_ptr, stride_qs, start_m, q_begin, seqlen_q, row_layout, HEAD_DIM, BLOCK_M, BLOCK_D, STRIDE_UNIT)  # fmt: skip
-    if Q_IN_REGISTERS:
-        q_tile = gl.convert_layout(q_int8, gl.DotOperandLayout(0, score_layout, 4))
-    else:
-        q_tile = q_block.index(warpgroup)
-        q_tile.store(q_int8)
-        fence_async_shared()
+    q_tile = gl.convert_layout(q_int8, gl.DotOperandLayout(0, score_layout, 4))
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, score_layout)
     found = gl.zeros([BLOCK_M], gl.int32, row_layout)
-    q_tile_exists = start_m < seqlen_q
-    count = last - first
-    for step in range(0, count - 1, 2):
-        near = start_products(q_tile, k_ring, k_ready, zeros, step, STAGES)
-        far = start_products(q_tile, k_ring, k_ready, zeros, step + 1, STAGES)
-        tile = first + step
-        near = warpgroup_mma_wait(1, deps=[near])
-        mbarrier.arrive(k_free.index(step % STAGES), count=1)
-        found |= reaches(near, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
-        far = warpgroup_mma_wait(0, deps=[far])
-        mbarrier.arrive(k_free.index((step + 1) % STAGES), count=1)
-        found |= reaches(far, norms_ptr, tile + 1, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (
-            (tile + 1) % 32
-        )
-        if (tile % 32 == 30) | (step + 2 >= count):
-            gl.atomic_or(candidates_ptr + tile // 32, gl.reduce(found, 0, either), mask=q_tile_exists, sem="relaxed")
-            found = gl.zeros([BLOCK_M], gl.int32, row_layout)
-    if count % 2 == 1:
-        products = start_products(q_tile, k_ring, k_ready, zeros, count - 1, STAGES)
+    for tile in range(first, last):
+        step = tile - first
+        products = _start_products(q_tile, k_ring, k_ready, zeros, step, STAGES)
         products = warpgroup_mma_wait(0, deps=[products])
-        mbarrier.arrive(k_free.index((count - 1) % STAGES), count=1)
-        tile = last - 1
-        found |= reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
-        gl.atomic_or(candidates_ptr + tile // 32, gl.reduce(found, 0, either), mask=q_tile_exists, sem="relaxed")
+        mbarrier.arrive(k_free.index(step % STAGES), count=1)
+        found |= _reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
+        if (tile % 32 == 31) | (tile == last - 1):
+            own_words = candidates_ptr + warpgroup * words
+            gl.atomic_or(own_words + tile // 32, gl.reduce(found, 0, _either), mask=start_m < seqlen_q, sem="relaxed")
+            found = gl.zeros([BLOCK_M], gl.int32, row_layout)
 
 
 @gluon.jit(do_not_specialize=RUNTIME_VALUES)
@@ -145,23 +121,20 @@ def discover_hopper_kernel(
     q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles, num_heads, num_kv_groups, words, window_left, window_right,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STRIDE_UNIT: gl.constexpr,
     STAGES: gl.constexpr, ROW_NUMBERS: gl.constexpr, KEY_NUMBERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Two neighbouring query tiles of one head."""
+    """Three neighbouring query tiles of one head."""
     program = gl.program_id(0)
-    num_pairs = gl.cdiv(seqlen_q, 2 * BLOCK_M)
-    pair = num_pairs - 1 - program % num_pairs  # the longest rows first
-    head = (program // num_pairs) % num_heads
-    batch = program // num_pairs // num_heads
+    num_groups = gl.cdiv(seqlen_q, WARPGROUPS * BLOCK_M)
+    first_q_tile = (num_groups - 1 - program % num_groups) * WARPGROUPS  # the longest rows first
+    head = (program // num_groups) % num_heads
+    batch = program // num_groups // num_heads
     num_kv_heads = num_heads // num_kv_groups
     kv_tiles = (batch * num_kv_heads + head // num_kv_groups) * num_k_tiles
-    start_m = pair * 2 * BLOCK_M
+    start_m = first_q_tile * BLOCK_M
     first = 0
     if HAS_LEFT:
-        first = (
-            gl.maximum(start_m + seqlen_k - seqlen_q - window_left, 0) // BLOCK_N // 2 * 2
-        )  # pairs begin at even tiles
-    last_start = gl.minimum(start_m + BLOCK_M, (seqlen_q - 1) // BLOCK_M * BLOCK_M)
+        first = gl.maximum(start_m + seqlen_k - seqlen_q - window_left, 0) // BLOCK_N
+    last_start = gl.minimum(start_m + (WARPGROUPS - 1) * BLOCK_M, (seqlen_q - 1) // BLOCK_M * BLOCK_M)
     last = first_retained_tile(last_start, seqlen_q, seqlen_k, window_right, BLOCK_N, HAS_RIGHT)
     last = gl.maximum(last, first)
     batch64 = batch.to(gl.int64)
@@ -169,30 +142,27 @@ def discover_hopper_kernel(
     q_head = q_ptr + (batch64 * stride_qb + head.to(gl.int64) * stride_qh) * STRIDE_UNIT
     head_rows = rows_ptr + head_index * ROW_NUMBERS * seqlen_q
     head_norms = norms_ptr + kv_tiles.to(gl.int64) * KEY_NUMBERS
-    head_words = candidates_ptr + (head_index * num_q_tiles + pair * 2) * words
+    head_words = candidates_ptr + (head_index * num_q_tiles + first_q_tile) * words
 
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], gl.int8)
-    q_block = gl.allocate_shared_memory(gl.int8, [2, BLOCK_M, BLOCK_D], q_layout)
     k_ring = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_D], k_desc.layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(k_free.index(stage), count=WARPGROUPS)
 
-    near: gl.constexpr = 1  # the later rows
-    far: gl.constexpr = 0
+    latest: gl.constexpr = 2  # the rows that see most keys
+    middle: gl.constexpr = 1
+    earliest: gl.constexpr = 0
     gl.warp_specialize([
-        (_discover_rows, (near, q_head, head_rows, head_norms, head_words + words, q_block, k_ring, k_ready, k_free,
-                          stride_qs, pair * 2 + 1, first, last, q_begin, seqlen_q,
-                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS,
-                          Q_IN_REGISTERS)),
-        (_discover_rows, (far, q_head, head_rows, head_norms, head_words, q_block, k_ring, k_ready, k_free,
-                          stride_qs, pair * 2, first, last, q_begin, seqlen_q,
-                          HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS,
-                          Q_IN_REGISTERS)),
-        (load_keys, (k_desc, k_ring, k_ready, k_free, kv_tiles * BLOCK_N, first, last, STAGES, BLOCK_N)),
-    ], [4, 1], [240, 24])  # fmt: skip
+        (_discover_rows, (latest, q_head, head_rows, head_norms, head_words, words, k_ring, k_ready, k_free, stride_qs, first_q_tile,
+                          first, last, q_begin, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
+        (_discover_rows, (middle, q_head, head_rows, head_norms, head_words, words, k_ring, k_ready, k_free, stride_qs, first_q_tile,
+                          first, last, q_begin, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
+        (_discover_rows, (earliest, q_head, head_rows, head_norms, head_words, words, k_ring, k_ready, k_free, stride_qs, first_q_tile,
+                          first, last, q_begin, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
+        (_load_keys, (k_desc, k_ring, k_ready, k_free, kv_tiles * BLOCK_N, first, last, STAGES, BLOCK_N)),
+    ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
 @cache
@@ -203,8 +173,8 @@ def _key_layout(width: int) -> gl.NVMMASharedLayout:
 def supports(q: Tensor, tile: tuple[int, int]) -> bool:
     """Does this kernel cover query tiles of such rows?"""
     block_d = padded_head_dim(q.shape[-1])
-    shared = (2 * tile[0] + STAGES * tile[1]) * block_d + 1024
-    return tile[0] == ROWS_PER_WARPGROUP and tile[1] >= 32 and shared <= MAX_SHARED_BYTES
+    shared = STAGES * tile[1] * block_d + 1024
+    return tile[0] == ROWS_PER_WARPGROUP and 32 <= tile[1] <= MAX_KEYS and shared <= MAX_SHARED_BYTES
 
 
 def launch_discover_hopper(
@@ -215,12 +185,8 @@ def launch_discover_hopper(
     candidates: Tensor,
     settings: Settings,
     sequences: Sequences,
-    is_wide: bool,
 ) -> None:
-    """Add to ``candidates`` what :func:`discover.launch_discover` prepared ``rows``, ``quantized`` and ``norms`` for.
-
-    ``is_wide``: by programs of three query tiles instead of two.
-    """
+    """Add to ``candidates`` what :func:`discover.launch_discover` prepared ``rows``, ``quantized`` and ``norms`` for."""
     batch, _, num_heads, head_dim = q.shape
     num_kv_heads, num_k_tiles = norms.shape[1:3]
     block_m, block_n = settings.tile
@@ -230,19 +196,14 @@ def launch_discover_hopper(
     seqlen_q = q_end - q_begin
     left, right = settings.window
     unit = 8 if all(stride % 8 == 0 for stride in q.stride()[:3]) else 1
-    kernel, query_tiles, form = discover_hopper_kernel, 2, {"Q_IN_REGISTERS": Q_IN_REGISTERS}
-    if is_wide:
-        from . import discover_hopper_wide
-
-        kernel, form = discover_hopper_wide.discover_hopper_wide_kernel, {}
-        query_tiles = discover_hopper_wide.WARPGROUPS.value
+    num_groups = math.ceil(seqlen_q / (WARPGROUPS.value * block_m))
     with torch.cuda.device(q.device):
-        kernel[(math.ceil(seqlen_q / (query_tiles * block_m)) * num_heads * batch,)](
+        discover_hopper_kernel[(num_groups * num_heads * batch,)](
             q, TensorDescriptor(keys, list(keys.shape), [block_d, 1], [block_n, block_d], _key_layout(block_d)),
             rows, norms, candidates, *(stride // unit for stride in q.stride()[:3]),
             q_begin, seqlen_q, seqlen_k, *candidates.shape[2:3], num_k_tiles,
             num_heads, num_heads // num_kv_heads, candidates.shape[-1], left, right,
             HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, STRIDE_UNIT=unit, STAGES=STAGES,
             ROW_NUMBERS=ROW_NUMBERS.value, KEY_NUMBERS=KEY_NUMBERS.value, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0,
-            **form, num_warps=4,
+            num_warps=4,
         )  # fmt: skip

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused forward on Hopper: two or three query tiles per program, one warpgroup each, sharing every key tile.
+"""The fused forward on Hopper: three query tiles per program, or two, one warpgroup each, sharing every key tile.
 
 In portable Triton all warps of a program wait for a score product, judge it and vote together, and the tensor cores idle
-meanwhile. Here each warpgroup owns a query tile of BLOCK_M rows and votes alone: while one judges, another's product runs, and with
-two of them one vote settles two key tiles where both are skipped. One more warp brings key tiles through a ring of STAGES buffers; a
-value tile is fetched by the warpgroup that retains it. With CAN_SKIP False there is no vote (``forward_hopper_all.py``), with IS_WALK
-candidates alone are visited (``hopper_walk.py``).
+meanwhile. Here each warpgroup owns a query tile of BLOCK_M rows and votes alone: while one judges, another's product runs. One more
+warp brings key tiles through a ring of STAGES buffers; a value tile is fetched by the warpgroup that retains it. Two warpgroups have
+registers for two key tiles at a time, and one vote settles both where both are skipped. With CAN_SKIP False there is no vote
+(``forward_hopper_all.py``), with IS_WALK candidates alone are visited (``hopper_walk.py``); both take two.
 Same tiles, same order and same rule functions as ``forward_kernel.py``, hence the same retained set.
 
 ``forward_hopper_launch.py`` says which calls it covers; the portable kernel takes all others.
@@ -17,10 +17,10 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .forward_hopper_all import attend_all_tiles
-from .hopper_allocate import allocate, drop_values
+from .hopper_allocate import allocate
 from .hopper_steps import LOG2_E, is_any, judge, start_scores
 from .hopper_walk import NUMBER, count_candidates, load_visited, visited_tile
 from .rule import log2_threshold, reaches_limit
@@ -42,7 +42,7 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
                  BLOCK_DV: gl.constexpr, STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr,
                  HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr,
                  SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
-                 PREFETCH: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr):  # fmt: skip
+                 WARPGROUPS: gl.constexpr):  # fmt: skip
     """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first, or ``last`` candidates."""
     (
         q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
@@ -102,11 +102,11 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
 
     mbarrier.wait(q_ready.index(warpgroup), 0)
     q_tile = q_smem._reinterpret(dtype, [BLOCK_M, BLOCK_D], q_layout)
-    if Q_IN_REGISTERS:
-        q_tile = q_tile.load(gl.DotOperandLayout(0, score_layout, 2))
+    sight = (
+        offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2, softcap_log2,
+    )  # fmt: skip
     if CAN_SKIP:
-        v_smem = v_buffers.index(warpgroup)
-        is_early = False
+        values = v_desc, v_buffers.index(warpgroup), v_ready.index(warpgroup), batch, kv_head
         count = last - first
         alone = count
         if WARPGROUPS == 2:  # three have registers for one tile at a time
@@ -114,59 +114,38 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
         for tile in range(alone):
             near = start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
             index = visited_tile(indices, tile, last, STAGES, IS_WALK)
-            next_index = -1
-            if tile + 1 < count and not IS_WALK:
-                next_index = index - 1
-            near = warpgroup_mma_wait(0, deps=[near])
-            mbarrier.arrive(k_free.index(tile % STAGES), count=1)
             near, near_max = judge(
-                near, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
-                softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
-            v_loads, is_early, row_max, row_sum, acc, limit, omitted = allocate(
-                near, near_max, index, next_index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, is_early,
-                batch, kv_head, tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit,
-                omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-                RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
+                near, 0, index, tile, k_free, sight, STAGES, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP
+            )
+            v_loads, row_max, row_sum, acc, limit, omitted = allocate(
+                near, near_max, index, v_loads, row_max, row_sum, acc, limit, omitted, sight, values, q_tile_exists, tiles_base,
+                support_base, threshold_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
+                SAVE_SUPPORT)  # fmt: skip
         if WARPGROUPS == 2:
             for tile in range(alone, count, 2):
                 near = start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
                 far = start_scores(q_tile, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
                 index = visited_tile(indices, tile, last, STAGES, IS_WALK)
                 far_index = visited_tile(indices, tile + 1, last, STAGES, IS_WALK)
-                next_index = -1
-                if tile + 2 < count and not IS_WALK:
-                    next_index = far_index - 1
-                near = warpgroup_mma_wait(1, deps=[near])
-                mbarrier.arrive(k_free.index(tile % STAGES), count=1)
                 near, near_max = judge(
-                    near, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
-                    softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
-                far = warpgroup_mma_wait(0, deps=[far])
-                mbarrier.arrive(k_free.index((tile + 1) % STAGES), count=1)
+                    near, 1, index, tile, k_free, sight, STAGES, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP
+                )
                 far, far_max = judge(
-                    far, far_index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right,
-                    scale_log2, softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+                    far, 0, far_index, tile + 1, k_free, sight, STAGES, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP
+                )
                 # where both are skipped the limit stands still between them, so one vote settles both
-                may_retain = is_early
-                if not is_early:
-                    may_retain = is_any(reaches_limit(near_max, limit) | reaches_limit(far_max, limit))
-                if may_retain | RETURN_WORK:
-                    v_loads, is_early, row_max, row_sum, acc, limit, omitted = allocate(
-                        near, near_max, index, far_index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, is_early,
-                        batch, kv_head, tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit,
-                        omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
-                        HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
-                    v_loads, is_early, row_max, row_sum, acc, limit, omitted = allocate(
-                        far, far_max, far_index, next_index, q_tile_exists, v_desc, v_smem, v_ready.index(warpgroup), v_loads, is_early,
-                        batch, kv_head, tiles_base, support_base, position, row_exists, threshold_log2, row_max, row_sum, acc, limit,
-                        omitted, seqlen_k, window_left, window_right, scale_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT,
-                        HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT, PREFETCH)  # fmt: skip
-        if PREFETCH:
-            drop_values(v_ready.index(warpgroup), v_loads, is_early)
+                if is_any(reaches_limit(near_max, limit) | reaches_limit(far_max, limit)) | RETURN_WORK:
+                    v_loads, row_max, row_sum, acc, limit, omitted = allocate(
+                        near, near_max, index, v_loads, row_max, row_sum, acc, limit, omitted, sight, values, q_tile_exists, tiles_base,
+                        support_base, threshold_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
+                        SAVE_SUPPORT)  # fmt: skip
+                    v_loads, row_max, row_sum, acc, limit, omitted = allocate(
+                        far, far_max, far_index, v_loads, row_max, row_sum, acc, limit, omitted, sight, values, q_tile_exists,
+                        tiles_base, support_base, threshold_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+                        RETURN_WORK, SAVE_SUPPORT)  # fmt: skip
     else:
         row_max, row_sum, acc = attend_all_tiles(
-            q_tile, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, first, last, gl.min(row_low, 0), gl.max(row_high, 0),
-            offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2, softcap_log2,
+            q_tile, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, first, last, gl.min(row_low, 0), gl.max(row_high, 0), sight,
             row_max, row_sum, acc, zeros, STAGES, BLOCK_N, BLOCK_D, BLOCK_DV, k_layout, v_layout, HAS_LEFT, HAS_RIGHT,
             HAS_SOFTCAP)  # fmt: skip
 
@@ -203,7 +182,7 @@ def mala_forward_hopper_kernel(
     V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
-    PREFETCH: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, WARPGROUPS: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """WARPGROUPS neighbouring query tiles of one head; seqlen_q counts rows from q_begin, the first row that sees a key."""
     program = gl.program_id(0)
@@ -264,22 +243,22 @@ def mala_forward_hopper_kernel(
         gl.warp_specialize([
             (_attend_rows, (middle, arguments,
                 V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH, Q_IN_REGISTERS, WARPGROUPS)),
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, WARPGROUPS)),
             (_attend_rows, (earliest, arguments,
                 V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH, Q_IN_REGISTERS, WARPGROUPS)),
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, WARPGROUPS)),
             (load_visited, (loaded, STAGES, BLOCK_N, CAN_SKIP, IS_WALK, WARPGROUPS)),
         ], [4, 1], [232, 40] if IS_WALK else [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_attend_rows, (latest, arguments,
                 V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH, Q_IN_REGISTERS, WARPGROUPS)),
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, WARPGROUPS)),
             (_attend_rows, (middle, arguments,
                 V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH, Q_IN_REGISTERS, WARPGROUPS)),
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, WARPGROUPS)),
             (_attend_rows, (earliest, arguments,
                 V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, PREFETCH, Q_IN_REGISTERS, WARPGROUPS)),
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, WARPGROUPS)),
             (load_visited, (loaded, STAGES, BLOCK_N, CAN_SKIP, IS_WALK, WARPGROUPS)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

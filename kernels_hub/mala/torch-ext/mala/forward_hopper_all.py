@@ -27,17 +27,17 @@ def _pass_by(k_ready, k_free, v_ready, v_free, begin, end, STAGES: gl.constexpr)
 
 
 @gluon.jit
-def _weights(scores, tile, last, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
-             softcap_log2, row_max, row_sum, acc, dtype: gl.constexpr, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr,
-             HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr):  # fmt: skip
+def _weights(product, running: gl.constexpr, tile, last, k_free, sight, row_max, row_sum, acc, dtype: gl.constexpr,
+             STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+             HAS_SOFTCAP: gl.constexpr):  # fmt: skip
     """The softmax step of a visited tile, as in ``tile_steps.py``: p as an operand, the decay of acc's rows, row_max, row_sum."""
     acc_layout: gl.constexpr = acc.type.layout
-    to_log2 = scale_log2
+    _, _, _, _, _, _, _, _, to_log2, _ = sight
     if HAS_SOFTCAP:
         to_log2 = 1.0
     scores, tile_max = judge(
-        scores, last - 1 - tile, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right,
-        scale_log2, softcap_log2, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+        product, running, last - 1 - tile, tile, k_free, sight, STAGES, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP
+    )
     p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, True)
     p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc_layout, 2))
     return p, gl.convert_layout(decay, gl.SliceLayout(1, acc_layout))[:, None], row_max, row_sum
@@ -55,9 +55,8 @@ def _start_product(
 
 @gluon.jit
 def attend_all_tiles(
-    q_tile, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, first, last, low, high,
-    offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2, softcap_log2,
-    row_max, row_sum, acc, zeros, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    q_tile, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, first, last, low, high, sight, row_max, row_sum, acc,
+    zeros, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     k_layout: gl.constexpr, v_layout: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """row_max, row_sum, acc after key tiles last - 1 down to first, of which this warpgroup's rows see keys low to high - 1."""
@@ -67,19 +66,15 @@ def attend_all_tiles(
     _pass_by(k_ready, k_free, v_ready, v_free, 0, begin, STAGES)
     if begin < end:
         scores = start_scores(q_tile, k_ring, k_ready, zeros, begin, STAGES, BLOCK_N, BLOCK_D, k_layout)
-        found = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_free.index(begin % STAGES), count=1)
         p, decay, row_max, row_sum = _weights(
-            found, begin, last, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
-            softcap_log2, row_max, row_sum, acc, v_buffers.dtype, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+            scores, 0, begin, last, k_free, sight, row_max, row_sum, acc, v_buffers.dtype, STAGES, BLOCK_N, HAS_LEFT, HAS_RIGHT,
+            HAS_SOFTCAP)  # fmt: skip
         for tile in range(begin + 1, end):
             scores = start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
             product = _start_product(p, tile - 1, v_buffers, v_ready, acc, BLOCK_N, BLOCK_DV, v_layout)
-            found = warpgroup_mma_wait(1, deps=[scores])
-            mbarrier.arrive(k_free.index(tile % STAGES), count=1)
             next_p, decay, row_max, row_sum = _weights(
-                found, tile, last, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
-                softcap_log2, row_max, row_sum, acc, v_buffers.dtype, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)  # fmt: skip
+                scores, 1, tile, last, k_free, sight, row_max, row_sum, acc, v_buffers.dtype, STAGES, BLOCK_N, HAS_LEFT, HAS_RIGHT,
+                HAS_SOFTCAP)  # fmt: skip
             acc, p = warpgroup_mma_wait(0, deps=[product, p])
             mbarrier.arrive(v_free.index((tile - 1) % 2), count=1)
             acc *= decay

@@ -20,12 +20,10 @@ from .visibility import Sequences
 
 MAX_SHARED_BYTES = 227 * 1024
 ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
-# compiled and reasoned about, but not measured on a GPU yet; so the kernels that were measured stay
-WALKS_CANDIDATES = False  # INT8 discovery's candidates by this kernel, which reads their keys once for two query tiles
-PREFETCHES_VALUES = False  # those of the next tile after a tile that is retained
-IS_WIDE = False  # three query tiles per program, where tiles may be skipped: a third fewer reads of the keys
-Q_IN_REGISTERS = False  # where no product has to read queries from shared memory, whose rate is another limit
-MAX_DIM_IN_REGISTERS = 128
+# keys of a tile and v's head_dim together: each takes half as many of a thread's registers, of which three warpgroups have 160
+MAX_COLUMNS_OF_THREE = 256
+# compiled and tested, not chosen: INT8 discovery's candidates by this kernel, which reads their keys once for two query tiles
+WALKS_CANDIDATES = False
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Optional[Tensor], config: TileConfig) -> bool:
@@ -47,6 +45,13 @@ def _shared_bytes(q: Tensor, v: Tensor, config: TileConfig, stages: int, warpgro
         warpgroups * config.block_m + stages * config.block_n
     ) * block_d + warpgroups * config.block_n * block_dv
     return elements * q.element_size() + 1024
+
+
+def query_tiles_per_program(q: Tensor, v: Tensor, config: TileConfig, can_skip: bool, is_walk: bool) -> int:
+    """Query tiles per program: three, which read keys a third less often than two, where a tile may be skipped and they fit."""
+    has_registers = config.block_n + padded_head_dim(v.shape[-1]) <= MAX_COLUMNS_OF_THREE
+    has_memory = _shared_bytes(q, v, config, 2, 3) <= MAX_SHARED_BYTES
+    return 3 if can_skip and not is_walk and has_registers and has_memory else 2
 
 
 @cache
@@ -78,8 +83,7 @@ def launch_forward_hopper(
     block_m, block_n = config.tile
     block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
     can_skip = settings.tau > 0 or any(x is not None for x in (tiles, support, candidates))
-    is_wide = IS_WIDE and can_skip and candidates is None and _shared_bytes(q, v, config, 2, 3) <= MAX_SHARED_BYTES
-    warpgroups = 3 if is_wide else 2
+    warpgroups = query_tiles_per_program(q, v, config, can_skip, candidates is not None)
     fitting = [n for n in (2, 3, 4) if _shared_bytes(q, v, config, n, warpgroups) <= MAX_SHARED_BYTES]
     stages = max(fitting, default=2)
     q_begin, q_end, _, seqlen_k = sequences.common
@@ -126,8 +130,6 @@ def launch_forward_hopper(
             SAVE_SUPPORT=support is not None,
             CAN_SKIP=can_skip,
             IS_WALK=candidates is not None,
-            PREFETCH=PREFETCHES_VALUES,
             WARPGROUPS=warpgroups,
-            Q_IN_REGISTERS=Q_IN_REGISTERS and block_d <= MAX_DIM_IN_REGISTERS,
             num_warps=4,
         )

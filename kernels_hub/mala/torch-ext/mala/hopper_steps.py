@@ -7,7 +7,7 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .rule import largest_of_rows, reaches_limit
 
@@ -19,7 +19,7 @@ def load_tiles(
     k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, batch, kv_head, first, last, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, CAN_SKIP: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: key tiles last - 1 down to first, each into the next ring buffer once both warpgroups are done with it.
+    """The loading warp: key tiles last - 1 down to first, each into the next ring buffer once all warpgroups are done with it.
 
     Values too where none can be skipped (CAN_SKIP False): both warpgroups read the same.
     """
@@ -45,8 +45,8 @@ def load_keys(k_desc, k_ring, k_ready, k_free, batch, kv_head, row, tile, STAGES
 
 @gluon.jit
 def start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                  k_layout: gl.constexpr):  # fmt: skip
-    """Start the (BLOCK_M, BLOCK_N) product of the ``tile``-th visited key tile; queries lie in shared memory or in registers."""
+                 k_layout: gl.constexpr):  # fmt: skip
+    """Start the (BLOCK_M, BLOCK_N) product of the ``tile``-th visited key tile."""
     stage = tile % STAGES
     mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
     k_tile = k_ring.index(stage)._reinterpret(k_ring.dtype, [BLOCK_N, BLOCK_D], k_layout)
@@ -67,10 +67,19 @@ def is_tile_retained(tile_max, limit_log2):
 
 
 @gluon.jit
-def judge(scores, index, offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right,
-           scale_log2, softcap_log2, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-           HAS_SOFTCAP: gl.constexpr):  # fmt: skip
-    """Scores with softcap and mask applied, and their row maximum in log2 units."""
+def judge(product, running: gl.constexpr, index, tile, k_free, sight, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+          HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr):  # fmt: skip
+    """Scores with softcap and mask applied, and their row maximum in log2 units, once their product has ended.
+
+    ``running``: products begun after it, which need not end. The ``tile``-th visited key tile, ``index``, is then free for others.
+    ``sight``: what the rows see, (offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
+    softcap_log2); keys from whole_low to whole_high - 1 are seen by all rows.
+    """
+    (
+        offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2, softcap_log2,
+    ) = sight  # fmt: skip
+    scores = warpgroup_mma_wait(running, deps=[product])
+    mbarrier.arrive(k_free.index(tile % STAGES), count=1)
     start_n = index * BLOCK_N
     to_log2 = scale_log2
     if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
