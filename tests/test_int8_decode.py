@@ -257,7 +257,7 @@ def test_a_growing_cache_compiles_nothing_new(device):
         q, k = (torch.randn(1, n, 4, 64, dtype=torch.bfloat16, device=device) for n in (1, keys))
         plane = quantize_keys(k)
         quantize_keys(k[:, :1], plane, keys - 1)
-        mala_attn_func(q, k, k, causal=True, key_plane=plane)
+        mala_attn_func(q, k, k, causal=True, key_plane=plane, decode=FORM)
 
     step(1000)
     before = compiled()

@@ -33,7 +33,11 @@ MIN_RATIO_TO_OUT = 8  # bytes of out over those of a support that is saved witho
 
 @dataclass(frozen=True)
 class Call:
-    """All of a call but its tensors. ``may_be``: the ways among which it is to be chosen; none where ``discovery`` is one."""
+    """All of a call but its tensors.
+
+    ``may_be``: the ways among which it is to be chosen; none where ``discovery`` is one. ``dense_reason``: why a decode retains every
+    tile, as a short one may; empty where it does not.
+    """
 
     settings: Settings
     sequences: Sequences
@@ -44,6 +48,7 @@ class Call:
     may_be: tuple[str, ...] = ()
     form: str = "single"
     num_splits: int = 0
+    dense_reason: str = ""
 
 
 def attend(
@@ -86,6 +91,8 @@ def attend(
 def _choices(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[list[Choice], Optional[str]]:
     """The ways that the call takes, and the dense kernel that is at hand for it."""
     if call.form != "single":
+        if call.dense_reason:
+            return [Choice("dense", call.dense_reason)], OWN
         if call.form == "int8_two_pass":
             return [Choice("int8", "a decode whose keys have an INT8 plane")], None
         return [Choice("fused", "a decode has one way")], None

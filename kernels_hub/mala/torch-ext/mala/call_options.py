@@ -116,6 +116,11 @@ def may_be_dense(
     )
 
 
+def may_keep_all(discovery: str, impl: str, q: Tensor, tile) -> bool:
+    """Whether "auto" may choose a decode that tests no tile: only where nothing was asked for. Arguments are those of the call."""
+    return discovery == "auto" and impl == "auto" and tile is None and hands_over(q)
+
+
 def implementation_of(impl: str, q: Tensor) -> str:
     """ "triton", "blockwise" or "reference" for ``impl``; ``ValueError`` where it cannot run."""
     if impl == "auto":

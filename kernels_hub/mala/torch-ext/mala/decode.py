@@ -81,7 +81,8 @@ def launch_decode(
         )
     num_q_tiles, num_k_tiles = sequences.tile_grid(settings.tile)
     groups = num_q_tiles * num_kv_heads * sequences.num_sequences
-    launch = decode_launch(head_dim, v_head_dim, q.dtype) if launch is None else launch
+    is_dense = form == "split" and settings.tau == 0
+    launch = decode_launch(head_dim, v_head_dim, q.dtype, is_dense) if launch is None else launch
     out = torch.empty(batch, seqlen_q, num_heads, v_head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_heads, seqlen_q, dtype=torch.float32, device=q.device)
     tiles = certificate = None
@@ -183,8 +184,7 @@ def launch_decode(
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         grid = (groups, num_splits)
         if form == "split":
-            can_skip = settings.tau > 0 or return_work
-            ATTEND_SPLIT.launch(grid, key, {**scored, **attended, "CAN_SKIP": can_skip})
+            ATTEND_SPLIT.launch(grid, key, {**scored, **attended, "CAN_SKIP": return_work or not is_dense})
         else:
             from_plane = key_plane is not None
             keep_p = keep_p and not from_plane

@@ -21,6 +21,9 @@ from .visibility import Sequences
 
 FORMS = ("single", "two_pass", "int8_two_pass", "split")
 MAX_TOKENS = 64  # new tokens of a sequence
+SHORT_BYTES = (
+    32 << 20
+)  # of all keys of a call; below, two passes are slower than one over all values (results/decode_forms_h200.json)
 CPU_SPLITS = 4  # where there is no GPU to fill
 
 
@@ -35,8 +38,11 @@ def decode_call(
     mask: Optional[Tensor],
     chosen_tile: bool,
     key_plane: Optional[KeyPlane] = None,
+    may_keep_all: bool = False,
 ) -> Call:
     """``call`` in the form that ``decode`` asks for. ``chosen_tile``: its tile was asked for, and is not the shipped one.
+
+    ``may_keep_all``: "auto" may choose a decode that retains every tile.
 
     Raises:
         ValueError: for a form that does not cover the call, and a ``key_plane`` that is not that of k or that the form does not read.
@@ -54,9 +60,11 @@ def decode_call(
         raise ValueError("decode='int8_two_pass' reads the keys' INT8 plane: give key_plane, see quantize_keys")
     if form == "single" or (form == "two_pass" and decode == "auto" and not num_splits and _is_dense(call, q, k, v)):
         return call
+    reason = _dense_reason(call, k) if decode == "auto" and not num_splits and may_keep_all else ""
     settings = decode_settings(call.settings, q, v, k.shape[2], chosen_tile)
     num_splits = num_splits or (0 if call.impl == "triton" else CPU_SPLITS)
-    return replace(call, settings=settings, form=form, num_splits=num_splits)
+    form = "split" if reason else form
+    return replace(call, settings=settings, form=form, num_splits=num_splits, dense_reason=reason)
 
 
 def _is_dense(call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -65,6 +73,32 @@ def _is_dense(call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     is_short = q.shape[1] == 1 and call.sequences.max_seqlen_k < SHORT
     return is_short and dense_backend(q, k, v, call.settings) is not None
+
+
+def _dense_reason(call: Call, k: Tensor) -> str:
+    """Why one pass over all keys and values is faster than two, whatever they hold; empty where it may not be.
+
+    By shapes alone, so a CUDA graph may hold it. A compiler is asked for no length that varies: it would keep a graph for each answer.
+    """
+    if call.settings.tau == 0:
+        return "tau = 0 retains every tile"
+    keys = call.sequences.num_sequences * call.sequences.max_seqlen_k
+    if torch.compiler.is_compiling() and not _is_constant(keys):
+        return ""
+    left = call.settings.window[0]
+    if left >= 0:  # no more keys are read than the rows see
+        keys = min(keys, call.sequences.num_sequences * (left + call.sequences.max_seqlen_q))
+    if keys * k.shape[-2] * k.shape[-1] * k.element_size() >= SHORT_BYTES:
+        return ""
+    return f"fewer than {SHORT_BYTES >> 20} MiB of keys, where a second pass costs more than it can save"
+
+
+def _is_constant(number: int) -> bool:
+    try:
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+    except ImportError:  # a torch that cannot tell
+        return False
+    return has_static_value(number)
 
 
 def decode_form(

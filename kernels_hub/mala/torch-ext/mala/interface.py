@@ -16,6 +16,7 @@ from .call_options import (
     implementation_of,
     longest_of,
     may_be_dense,
+    may_keep_all,
     returned,
     settings_of,
 )
@@ -90,7 +91,10 @@ def mala_attn_func(
             ``num_splits`` parts of the keys against its own normalizer. In both, the query heads of a KV head share their tiles,
             and ``tile`` counts the tokens of one. Not for masks, packed sequences or gradients. "int8_two_pass": two passes of which
             the first reads ``key_plane`` instead of k. "auto": two passes where they cover the call, from the plane if there is one
-            and tau > 0; one new token over less than 2,048 keys may be dense, as ``discovery`` says.
+            and tau > 0. On a GPU, where discovery and impl are "auto" and no tile is given, a short decode is dense: below 32 MiB of
+            keys (of all sequences and heads, the whole cache or what ``window`` shows) and at tau = 0, in splits that retain every
+            tile; one new token over less than 2,048 keys, started eagerly, by torch. ``Work.choices`` says so. Under a compiler only
+            lengths that do not vary count.
         num_splits: parts of the keys in a decode; 0: as many as fill the GPU.
         key_plane: k in INT8 with a certified bound of what that loses, (batch, num_kv_heads, seqlen_k, ...), as :func:`quantize_keys`
             wrote it: then exact k and v are read only in tiles that can matter. A call that is no decode in two passes leaves it
@@ -131,7 +135,7 @@ def mala_attn_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    ran = implementation_of(impl, q)
+    ran, keeps_all = implementation_of(impl, q), may_keep_all(discovery, impl, q, tile)
     uncovered = uncovered_by_dense(q, v, settings, sequences, sinks, mask)
     if discovery == "dense":
         check_dense(uncovered, impl, save_support, deterministic)
@@ -140,7 +144,7 @@ def mala_attn_func(
     discovery = discovery_of(discovery, ran, q, settings, sequences, mask, may_be_dense=True)
     may_be = ("fused", *(["int8"] if discovery == "auto" else []), *(["dense"] if hands_over else []))
     call = Call(settings, sequences, ran, return_work, save_support, discovery, may_be if asked_auto else ())
-    call = decode_call(call, decode, num_splits, q, k, v, sinks, mask, tile is not None, key_plane)
+    call = decode_call(call, decode, num_splits, q, k, v, sinks, mask, tile is not None, key_plane, keeps_all)
     out, lse, work = attend(q, k, v, sinks, mask, call, key_plane=key_plane)
     return returned(out, lse, work, return_lse, return_work)
 

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from .attend import Call, attend
-from .call_options import check_call_flags, discovery_of, if_readable, implementation_of, returned, settings_of
+from .call_options import (
+    check_call_flags,
+    discovery_of,
+    if_readable,
+    implementation_of,
+    may_keep_all,
+    returned,
+    settings_of,
+)
 from .checks import check_cache, check_lengths, check_tensors
 from .decode_choice import decode_call
 from .key_plane import KeyPlane
@@ -87,12 +95,15 @@ def mala_attn_with_kvcache_func(
     sequences = fixed_sequences(
         q.shape[0], q.shape[1], cache_len, settings.window[1], seqused_k=cache_seqlens + new, leftpad_k=leftpad_k
     )
+    keeps_all = may_keep_all(discovery, impl, q, tile)
     impl = implementation_of(impl, q)
     discovery = discovery_of(discovery, impl, q, settings, sequences, None)
     call = Call(settings, sequences, impl, return_work, save_support, discovery)
     if block_table is not None and key_plane is not None:
         raise ValueError("key_plane is that of a cache in one piece: a cache in pages (block_table) has none")
-    call = decode_call(call, decode, num_splits, q, k_cache, v_cache, sinks, None, tile is not None, key_plane)
+    call = decode_call(
+        call, decode, num_splits, q, k_cache, v_cache, sinks, None, tile is not None, key_plane, keeps_all
+    )
     if k is not None and v is not None:
         if block_table is not None:
             write_pages(k_cache, v_cache, k, v, block_table, cache_seqlens)

@@ -134,6 +134,14 @@ DECODE_LAUNCH_16BIT = {
     256: DecodeLaunch(64, 4, 2, 2, 4),
 }
 DECODE_LAUNCH_32BIT = {dim: DecodeLaunch(32, 4, 2, 2, 4) for dim in (32, 64, 128, 256)}
+# splits that retain every tile (tau = 0), same tiles: values are loaded ahead as keys are, so fewer stages. 128: of five shapes on an
+# H200 the best at 8K, elsewhere at most 2.4 % behind, 1 % on average (results/decode_forms_h200.json). Others by the bytes of a stage
+DENSE_DECODE_LAUNCH_16BIT = {
+    32: DecodeLaunch(128, 4, 3, 4, 2),
+    64: DecodeLaunch(128, 4, 2, 4, 2),
+    128: DecodeLaunch(64, 4, 2, 4, 2),
+    256: DecodeLaunch(64, 4, 2, 2, 2),
+}
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,8 @@ class PlaneLaunch:
         return min(255, REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
 
 
-# padded head_dim -> launch shape, by the compiled code: not measured
+# padded head_dim -> launch shape. 128, on an H200 (results/int8_decode_tuning.json): 2 programs are 5 % faster for 16 query heads at
+# batch 1 and 1 % slower for 64, at batch 8 3 %; no other shape is faster anywhere. Others by the compiled code: not measured
 PLANE_LAUNCH = {
     32: PlaneLaunch(512, 4, 3, 3, 8),
     64: PlaneLaunch(512, 4, 3, 3, 8),
@@ -167,9 +176,11 @@ def plane_launch(head_dim: int, major: int) -> PlaneLaunch:
     return launch if major else replace(launch, step=launch.step // 2)  # AMD's shared memory is 64 KiB
 
 
-def decode_launch(head_dim: int, v_head_dim: int, dtype: torch.dtype) -> DecodeLaunch:
-    """The shipped shape of a decode in two passes or in splits."""
-    table = DECODE_LAUNCH_16BIT if dtype in (torch.float16, torch.bfloat16) else DECODE_LAUNCH_32BIT
+def decode_launch(head_dim: int, v_head_dim: int, dtype: torch.dtype, is_dense: bool = False) -> DecodeLaunch:
+    """The shipped shape of a decode in two passes or in splits; ``is_dense``: of splits that retain every tile, which are the same."""
+    table = DECODE_LAUNCH_32BIT
+    if dtype in (torch.float16, torch.bfloat16):
+        table = DENSE_DECODE_LAUNCH_16BIT if is_dense else DECODE_LAUNCH_16BIT
     return table[max(padded_head_dim(head_dim), padded_head_dim(v_head_dim))]
 
 

@@ -19,7 +19,7 @@ class Choice:
 
     Attributes:
         way: "fused" (every tile scored by the kernel that attends), "int8" (tiles found in INT8 first, the same bits) or "dense"
-            (torch's SDPA: every tile retained, nothing omitted).
+            (every tile retained, nothing omitted: by torch's SDPA, or by MALA's own kernel with tau = 0).
         reason: in words.
         kv_heads: those that went this way, with their query heads; None for all.
     """
