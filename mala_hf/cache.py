@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,13 +104,13 @@ class MalaLayer(DynamicLayer):
         self._select(indices)
 
     def offload(self) -> None:
-        """Keys, values and plane to the CPU."""
+        """Keys, values and plane to the CPU, in the order of the current stream."""
         if self.is_initialized:
             self._store.to("cpu")
             self._set_views()
 
     def prefetch(self) -> None:
-        """And back."""
+        """And back, in that order too."""
         if self.is_initialized and self._store.buffers[0].device != self.device:
             self._store.to(self.device)
             self._set_views()
@@ -121,6 +121,11 @@ class MalaLayer(DynamicLayer):
             del self._store
         self.keys = self.values = None
         self.is_initialized = False
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it has, wherever it lies."""
+        return list(self._store.buffers) if self.is_initialized else []
 
     @property
     def reserve_bytes(self) -> int:
@@ -165,7 +170,8 @@ class MalaCache(DynamicCache):
 
     Args:
         ddp_cache_data: (keys, values) of each layer to begin with. config: of the model; without it every layer is a full one.
-        offloading, offload_only_non_sliding: keep layers on the CPU while they are not needed.
+        offloading, offload_only_non_sliding: keep layers on the CPU while they are not needed. Copies are under way between calls, so
+            read layers by iteration, which waits for them.
 
     Raises:
         ValueError: at an update with keys that require a gradient, or that do not fit the earlier ones.
@@ -183,12 +189,65 @@ class MalaCache(DynamicCache):
     ) -> None:
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise ValueError(f"config takes a model's config (model.config), got a {type(config).__name__}")
+        self._in_use: list[Tensor] = []
         super().__init__(
             ddp_cache_data, config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
         )
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = MalaLayer
         self.layers = [_with_plane(layer) if type(layer) is DynamicLayer else layer for layer in self.layers]
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Start to bring the next layer back, from ``layer_idx`` on, while the one before ``layer_idx`` is updated and read.
+
+        The layer's copy to the CPU may not have begun yet, nor what reads the memory that it will take: Transformers before 5.20 starts
+        all the same, and later ones wait for the default stream only.
+        """
+        self._order_streams()
+        # to be freed here, not earlier: their memory belongs to the stream of the prefetches, which now waits for all that reads it
+        self._in_use.clear()
+        layer = self.layers[layer_idx - 1]
+        layer.prefetch()  # here already, unless it is the only one
+        self._in_use.extend(_tensors_of(layer))
+        super().prefetch(layer_idx, only_non_sliding)
+
+    def _order_streams(self) -> torch.cuda.Stream:
+        """Let the caller's stream, returned, and that of the prefetches each wait for what the other was asked so far."""
+        current = torch.cuda.current_stream(self.prefetch_stream.device)
+        current.wait_stream(self.prefetch_stream)
+        self.prefetch_stream.wait_stream(current)
+        return current
+
+    def _settle(self) -> None:
+        """Wait for copies under way, before layers are read where they lie, on the CPU too."""
+        if self.offloading:
+            self._order_streams().synchronize()
+            self._in_use.clear()
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
+        """(keys, values, window or None) of each layer."""
+        self._settle()
+        return super().__iter__()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._settle()
+        super().reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequences in the order of ``beam_idx``."""
+        self._settle()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence ``repeats`` times."""
+        self._settle()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these sequences."""
+        self._settle()
+        super().batch_select_indices(indices)
 
     def memory(self) -> CacheMemory:
         """What keys, values, plane and reserve take now, wherever they lie. States of linear attention are not counted."""
@@ -200,6 +259,11 @@ class MalaCache(DynamicCache):
         return CacheMemory(
             keys, values, sum(layer.plane_bytes for layer in ours), sum(layer.reserve_bytes for layer in ours)
         )
+
+
+def _tensors_of(layer: Any) -> list[Tensor]:
+    """Of a layer of any kind."""
+    return layer.tensors if isinstance(layer, MalaLayer) else [x for x in vars(layer).values() if isinstance(x, Tensor)]
 
 
 def _with_plane(layer: DynamicLayer) -> MalaLayer:

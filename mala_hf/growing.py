@@ -54,7 +54,10 @@ class GrowingTensors:
             self.buffers[place] = new
 
     def to(self, device: torch.device | str) -> None:
-        """Move to a device, without waiting for it."""
+        """Move to a device, reserve and all, in the order of the current stream and without waiting for it.
+
+        What comes from a GPU is memory of that GPU's current stream, and complete on the CPU once that stream has been waited for.
+        """
         self.buffers = [x.to(device, non_blocking=True) for x in self.buffers]
 
     @staticmethod

@@ -11,6 +11,7 @@ import transformers as hf
 from decode_calls import Calls, record_calls
 from mala_caches import assert_like
 from models import CACHE, NOISE, SMALL_TILE, attention, padding, tiny, tokens
+from offloading import late
 from torch.testing import assert_close
 
 import mala_hf
@@ -143,10 +144,12 @@ def test_a_compiled_model_takes_the_cache_and_leaves_the_plane_alone(calls):
 @pytest.mark.parametrize("offloading", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_generation_on_a_gpu_gives_the_tokens_of_the_dynamic_cache(family, offloading):
+    """On a GPU that is late: of two layers each is still on its way to the CPU when it is wanted back. Buffers grow once."""
     model, ids = tiny(family).cuda(), tokens(2, PROMPT).cuda()
-    options = {"mala": {"tau": 1e-6}, "max_new_tokens": 40}
+    options = {"mala": {"tau": 1e-6}, "max_new_tokens": 120}
     cache = MalaCache(config=model.config, offloading=offloading)
-    got, scores = generate(model, ids, cache, **options)
+    with late(model):
+        got, scores = generate(model, ids, cache, **options)
     expected, expected_scores = generate(model, ids, hf.DynamicCache(config=model.config), **options)
     assert got.tolist() == expected.tolist()
     assert_close(scores, expected_scores, atol=2e-3, rtol=1e-3)
