@@ -66,7 +66,7 @@ def discover_kernel(
     needed = tl.load(numbers + seqlen_q, mask=row_exists, other=float("inf"))
     per_kept = tl.load(numbers + 2 * seqlen_q, mask=row_exists, other=0.0)
     per_lost = tl.load(numbers + 3 * seqlen_q, mask=row_exists, other=0.0)
-    per_norm = tl.load(numbers + 4 * seqlen_q, mask=row_exists, other=0.0)
+    step = tl.load(numbers + 4 * seqlen_q, mask=row_exists, other=0.0)
     q_int8 = tl.floor(q_tile.to(tl.float32) * inverse[:, None] + 0.5).to(tl.int8)
 
     first = 0
@@ -74,19 +74,22 @@ def discover_kernel(
         first = tl.maximum(start_m + seqlen_k - seqlen_q - window_left, 0) // BLOCK_N
     last_start = tl.minimum(start_m + (GROUP - 1) * BLOCK_M, (seqlen_q - 1) // BLOCK_M * BLOCK_M)
     last = first_retained_tile(last_start, seqlen_q, seqlen_k, window_right, BLOCK_N, HAS_RIGHT)
+    # of each row's own query tile, whose last keys the first rows of it do not see
+    own_last = first_retained_tile(offs_m // BLOCK_M * BLOCK_M, seqlen_q, seqlen_k, window_right, BLOCK_N, HAS_RIGHT)
     q_tiles = q_tile_index + tl.arange(0, GROUP)
     candidate_rows = candidates_ptr + ((batch64 * num_heads + head) * num_q_tiles + q_tiles) * words
     kv_tiles = (batch64 * (num_heads // num_kv_groups) + kv_head) * num_k_tiles
     key_rows = tl.arange(0, BLOCK_N)
     found = tl.zeros([GROUP * BLOCK_M], tl.int32)
-    for tile in tl.range(first, last):
+    for place in tl.range(0, last - first):
+        tile = last - 1 - place  # in the rule's order: a tile can raise the limit of those after it
         k_tile = tl.load(quantized_ptr + ((kv_tiles + tile) * BLOCK_N + key_rows)[:, None] * BLOCK_D + offs_d[None, :])
         norms = norms_ptr + (kv_tiles + tile) * KEY_NUMBERS
-        k_scale = tl.load(norms)
-        bound = needed - per_kept * tl.load(norms + 1) - per_lost * tl.load(norms + 2) - per_norm * tl.load(norms + 3)
-        largest = tl.max(tl.dot(q_int8, k_tile.T), 1).to(tl.float32)
-        found |= tl.where(largest * k_scale < bound, 0, 1) << (tile % 32)  # a NaN is a candidate
-        if (tile % 32 == 31) | (tile == last - 1):
+        score = tl.max(tl.dot(q_int8, k_tile.T), 1).to(tl.float32) * tl.load(norms)
+        error = per_kept * tl.load(norms + 1) + per_lost * tl.load(norms + 2)
+        found |= tl.where(score + error < needed, 0, 1) << (tile % 32)  # a NaN is a candidate
+        needed = tl.where(tile < own_last, tl.maximum(needed, score - error + step), needed)
+        if (tile % 32 == 0) | (tile == first):
             of_tiles = tl.reduce(tl.reshape(found, [GROUP, BLOCK_M]), 1, _either)
             tl.atomic_or(candidate_rows + tile // 32, of_tiles, mask=q_tiles < num_q_tiles, sem="relaxed")
             found = tl.zeros([GROUP * BLOCK_M], tl.int32)
@@ -133,7 +136,7 @@ def launch_discover(
         bound_rows_kernel[(q_tiles * num_heads * batch,)](
             q, k, mean, rows, candidates, *q_strides, *k_strides, q_begin, seqlen_q, seqlen_k, num_q_tiles,
             num_heads, num_kv_groups, words, left, right, settings.softmax_scale * LOG2_E.value, settings.tau,
-            BLOCK_M=block_m, **blocks, **sides, num_warps=8,
+            BLOCK_M=block_m, **blocks, **sides, num_warps=4, num_stages=1,  # one or two tiles: small programs, and many of them
         )  # fmt: skip
         if use_hopper is None and HAS_GLUON_FOR_HOPPER and nvidia_major(q.device) == 9:
             from . import discover_hopper

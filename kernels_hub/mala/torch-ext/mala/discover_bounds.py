@@ -3,10 +3,13 @@
 
 With ``q = q_hat + e_q`` and ``k = mean + k_hat + e_k``, hats in INT8 times a scale, and norms for the rest,
 
-    q k - q mean  <=  q_hat k_hat + |e_q| |k_hat| + (|q_hat| + |e_q|) |e_k|
+    | q k - q mean - q_hat k_hat |  <=  |e_q| |k_hat| + (|q_hat| + |e_q|) |e_k|
 
 A row's first tiles are retained by every query tile, so their exact normalizer is one that the rule's never falls below. The limit
-it gives, less the terms on the right, is what ``q_hat k_hat`` must reach in a tile for the exact test to retain it.
+it gives is what ``q_hat k_hat`` and the error on the right together must reach in a tile for the exact test to retain it.
+
+That limit grows on the way. After a tile whose largest score in a row is m, the row's limit is at least m + log2(tau / L_q): if the
+tile is retained, its mass, at least that of m, is in the normalizer; and if it is not, m is below the limit. So is m less the error.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ LARGEST = tl.constexpr(127.0)
 PRODUCT_ROUNDING = tl.constexpr(2.0**-23)
 # of the float32 arithmetic on bounds and of the running normalizer: log2 units, and relative
 BOUND_ROUNDING = tl.constexpr(2.0**-14)
-# numbers per row: inverse INT8 scale, needed, per |k_hat|, per |e_k|, per |k|; the last four in units of the scale
+# numbers per row: inverse INT8 scale, the limit less q mean, the error per |k_hat| and per |e_k|, and what a limit is below the score
+# that it comes from; the last four in units of the scale
 ROW_NUMBERS = tl.constexpr(5)
-# numbers per key tile: INT8 scale, largest |k_hat|, |e_k| and |k|
-KEY_NUMBERS = tl.constexpr(4)
+# numbers per key tile: INT8 scale, largest |k_hat|, and largest |e_k| with all that rounding may add
+KEY_NUMBERS = tl.constexpr(3)
 RUNTIME_VALUES = [
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "q_begin", "seqlen_q", "seqlen_k",
     "num_q_tiles", "num_k_tiles", "num_heads", "num_kv_heads", "num_kv_groups", "words", "window_left", "window_right",
@@ -39,7 +43,7 @@ def quantize_keys_kernel(
     k_ptr, mean_ptr, quantized_ptr, norms_ptr, stride_kb, stride_ks, stride_kh, seqlen_k, num_k_tiles, num_kv_heads,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One key tile: int8 (BLOCK_N, BLOCK_D), and its scale, largest |k_hat|, largest |e_k| and largest |k|."""
+    """One key tile: int8 (BLOCK_N, BLOCK_D), and its KEY_NUMBERS."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -59,30 +63,27 @@ def quantize_keys_kernel(
     tile_index = head_index.to(tl.int64) * num_k_tiles + tile
     rows = tile_index * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(quantized_ptr + rows[:, None] * BLOCK_D + offs_d[None, :], quantized.to(tl.int8))
+    kept_norm = tl.sqrt(tl.max(tl.sum(kept * kept, 1), 0))
+    lost_norm = tl.sqrt(tl.max(tl.sum(lost * lost, 1), 0))
+    rounding = tl.sqrt(tl.max(tl.sum(k * k, 1), 0)) * (HEAD_DIM * PRODUCT_ROUNDING)
+    # of q mean, and of the arithmetic on scores and errors, which are at most 1.2 |q| |k_hat| each: |e_k| is far below |k_hat|
+    rounding += (tl.sqrt(tl.sum(mean * mean, 0)) + 3.0 * kept_norm) * BOUND_ROUNDING
     norms = norms_ptr + tile_index * KEY_NUMBERS
     tl.store(norms, scale)
-    tl.store(norms + 1, tl.sqrt(tl.max(tl.sum(kept * kept, 1), 0)))
-    tl.store(norms + 2, tl.sqrt(tl.max(tl.sum(lost * lost, 1), 0)))
-    tl.store(norms + 3, tl.sqrt(tl.max(tl.sum(k * k, 1), 0)))
+    tl.store(norms + 1, kept_norm)
+    tl.store(norms + 2, lost_norm + rounding)
 
 
 @triton.jit
 def _row_norms(q_tile, mean):
-    """Per row: INT8 scale and its inverse, q mean, |q|, |q_hat|, |e_q|."""
+    """Per row: INT8 scale and its inverse, q mean, |q_hat|, |e_q|."""
     q = q_tile.to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(q), 1), 1e-30) / LARGEST
     inverse = 1.0 / scale
     kept = tl.floor(q * inverse[:, None] + 0.5) * scale[:, None]
     lost = q - kept
     of_mean = tl.sum(q * mean[None, :], 1)
-    return (
-        scale,
-        inverse,
-        of_mean,
-        tl.sqrt(tl.sum(q * q, 1)),
-        tl.sqrt(tl.sum(kept * kept, 1)),
-        tl.sqrt(tl.sum(lost * lost, 1)),
-    )
+    return scale, inverse, of_mean, tl.sqrt(tl.sum(kept * kept, 1)), tl.sqrt(tl.sum(lost * lost, 1))
 
 
 @triton.jit
@@ -146,13 +147,14 @@ def bound_rows_kernel(
         set_bit(candidate_row, tile, start_m >= 0)
 
     mean = tl.load(mean_ptr + (batch * num_kv_heads + kv_head) * HEAD_DIM + offs_d, mask=offs_d < HEAD_DIM, other=0.0)
-    mean_norm = tl.sqrt(tl.sum(mean * mean, 0))
-    scale, inverse, of_mean, norm, kept_norm, lost_norm = _row_norms(q_tile, mean)
-    limit = limit_of(row_max + tl.log2(row_sum), log2_threshold(row_high - row_low, tau), row_exists, FORWARD_SLACK)
-    needed = (limit - (1.0 + tl.abs(limit)) * BOUND_ROUNDING) / scale_log2 - of_mean - norm * mean_norm * BOUND_ROUNDING
+    scale, inverse, of_mean, kept_norm, lost_norm = _row_norms(q_tile, mean)
+    threshold = log2_threshold(row_high - row_low, tau)
+    limit = limit_of(row_max + tl.log2(row_sum), threshold, row_exists, FORWARD_SLACK)
+    needed = (limit - (1.0 + tl.abs(limit)) * BOUND_ROUNDING) / scale_log2 - of_mean
+    step = (threshold - (1.0 + tl.abs(threshold)) * BOUND_ROUNDING) / scale_log2 - tl.abs(of_mean) * BOUND_ROUNDING
     numbers = rows_ptr + (batch64 * num_heads + head) * ROW_NUMBERS * seqlen_q + offs_m
     tl.store(numbers, inverse, mask=row_exists)
     tl.store(numbers + seqlen_q, needed / scale, mask=row_exists)
     tl.store(numbers + 2 * seqlen_q, lost_norm * (1.0 + BOUND_ROUNDING) / scale, mask=row_exists)
     tl.store(numbers + 3 * seqlen_q, (kept_norm + lost_norm) * (1.0 + BOUND_ROUNDING) / scale, mask=row_exists)
-    tl.store(numbers + 4 * seqlen_q, norm * (HEAD_DIM * PRODUCT_ROUNDING) / scale, mask=row_exists)
+    tl.store(numbers + 4 * seqlen_q, step / scale, mask=row_exists)
