@@ -161,7 +161,11 @@ def test_the_error_terms_are_needed_and_enough(knows_errors, device, monkeypatch
 
 def unlike_each_other(seqlen: int, matching: slice, score: float, device: str, **options) -> Call:
     """One head whose scores deviate from 0 by about 2, and those of ``matching`` keys from ``score``."""
-    call = build(Case(seqlen_q=seqlen, num_heads=1, head_dim=32, tile=(16, 16), softmax_scale=0.35, **options), torch.float16, device)
+    call = build(
+        Case(seqlen_q=seqlen, num_heads=1, head_dim=32, tile=(16, 16), softmax_scale=0.35, **options),
+        torch.float16,
+        device,
+    )
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, seqlen, 1, 32, generator=generator) for _ in range(2))
     q[..., 0], k[..., 0] = 4, 0
@@ -184,7 +188,8 @@ def test_a_tile_of_high_scores_rules_out_those_that_are_visited_after_it(device,
     arguments = arguments_of(unlike_each_other(320, slice(288, 304), 40.0, device, causal=False))
     retained, candidates = retained_and_candidates(arguments, rows=32)
     assert not (retained & ~candidates).any()
-    assert candidates[..., 18:].all() and not candidates[..., :18].any()
+    assert candidates[..., 18:].all()
+    assert not candidates[..., :18].any()
     monkeypatch.setattr(discover, "discover_kernel", WithoutGrowth(discover.discover_kernel))
     assert retained_and_candidates(arguments, rows=32, use_hopper=False)[1][..., :18].all()
 

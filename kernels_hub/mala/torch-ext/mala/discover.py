@@ -66,7 +66,7 @@ def discover_kernel(
     needed = tl.load(numbers + seqlen_q, mask=row_exists, other=float("inf"))
     per_kept = tl.load(numbers + 2 * seqlen_q, mask=row_exists, other=0.0)
     per_lost = tl.load(numbers + 3 * seqlen_q, mask=row_exists, other=0.0)
-    step = tl.load(numbers + 4 * seqlen_q, mask=row_exists, other=0.0)
+    below_score = tl.load(numbers + 4 * seqlen_q, mask=row_exists, other=0.0)
     q_int8 = tl.floor(q_tile.to(tl.float32) * inverse[:, None] + 0.5).to(tl.int8)
 
     first = 0
@@ -88,7 +88,7 @@ def discover_kernel(
         score = tl.max(tl.dot(q_int8, k_tile.T), 1).to(tl.float32) * tl.load(norms)
         error = per_kept * tl.load(norms + 1) + per_lost * tl.load(norms + 2)
         found |= tl.where(score + error < needed, 0, 1) << (tile % 32)  # a NaN is a candidate
-        needed = tl.where(tile < own_last, tl.maximum(needed, score - error + step), needed)
+        needed = tl.where(tile < own_last, tl.maximum(needed, score - error + below_score), needed)
         if (tile % 32 == 0) | (tile == first):
             of_tiles = tl.reduce(tl.reshape(found, [GROUP, BLOCK_M]), 1, _either)
             tl.atomic_or(candidate_rows + tile // 32, of_tiles, mask=q_tiles < num_q_tiles, sem="relaxed")
@@ -131,7 +131,7 @@ def launch_discover(
     sides = {"HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0}
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         quantize_keys_kernel[(num_k_tiles, num_kv_heads, batch)](
-            k, mean, quantized, norms, *k_strides, seqlen_k, num_k_tiles, num_kv_heads, **blocks, num_warps=8,
+            k, mean, quantized, norms, *k_strides, seqlen_k, num_k_tiles, num_kv_heads, **blocks, num_warps=16,
         )  # fmt: skip
         bound_rows_kernel[(q_tiles * num_heads * batch,)](
             q, k, mean, rows, candidates, *q_strides, *k_strides, q_begin, seqlen_q, seqlen_k, num_q_tiles,

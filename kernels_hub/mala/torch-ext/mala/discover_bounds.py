@@ -151,10 +151,12 @@ def bound_rows_kernel(
     threshold = log2_threshold(row_high - row_low, tau)
     limit = limit_of(row_max + tl.log2(row_sum), threshold, row_exists, FORWARD_SLACK)
     needed = (limit - (1.0 + tl.abs(limit)) * BOUND_ROUNDING) / scale_log2 - of_mean
-    step = (threshold - (1.0 + tl.abs(threshold)) * BOUND_ROUNDING) / scale_log2 - tl.abs(of_mean) * BOUND_ROUNDING
+    below_score = (threshold - (1.0 + tl.abs(threshold)) * BOUND_ROUNDING) / scale_log2 - tl.abs(
+        of_mean
+    ) * BOUND_ROUNDING
     numbers = rows_ptr + (batch64 * num_heads + head) * ROW_NUMBERS * seqlen_q + offs_m
     tl.store(numbers, inverse, mask=row_exists)
     tl.store(numbers + seqlen_q, needed / scale, mask=row_exists)
     tl.store(numbers + 2 * seqlen_q, lost_norm * (1.0 + BOUND_ROUNDING) / scale, mask=row_exists)
     tl.store(numbers + 3 * seqlen_q, (kept_norm + lost_norm) * (1.0 + BOUND_ROUNDING) / scale, mask=row_exists)
-    tl.store(numbers + 4 * seqlen_q, step / scale, mask=row_exists)
+    tl.store(numbers + 4 * seqlen_q, below_score / scale, mask=row_exists)

@@ -38,12 +38,12 @@ def _either(a, b):
 
 @gluon.jit
 def _load_keys(k_desc, k_ring, k_ready, k_free, first_row, first, last, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The loading warp: key tiles first to last - 1, each into the next ring buffer once all warpgroups are done with it."""
+    """The loading warp: key tiles last - 1 down to first, each into the next ring buffer once all warpgroups are done with it."""
     for step in range(last - first):
         stage = step % STAGES
         mbarrier.wait(k_free.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
-        row = first_row + (first + step) * BLOCK_N
+        row = first_row + (last - 1 - step) * BLOCK_N
         tma.async_copy_global_to_shared(k_desc, [row, 0], k_ready.index(stage), k_ring.index(stage))
 
 
@@ -56,18 +56,9 @@ def _start_products(q_tile, k_ring, k_ready, zeros, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS: gl.constexpr):
-    """int32 per row: 1 where the tile's bound reaches the row's limit; a NaN does."""
-    norms = norms_ptr + tile * KEY_NUMBERS
-    k_scale = gl.load(norms)
-    bound = needed - per_kept * gl.load(norms + 1) - per_lost * gl.load(norms + 2) - per_norm * gl.load(norms + 3)
-    return gl.where(gl.max(products, 1).to(gl.float32) * k_scale < bound, 0, 1)
-
-
-@gluon.jit
 def _load_rows(q_ptr, rows_ptr, stride_qs, start_m, q_begin, seqlen_q, row_layout: gl.constexpr, HEAD_DIM: gl.constexpr,
                 BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STRIDE_UNIT: gl.constexpr):  # fmt: skip
-    """A query tile in INT8, and what its rows' bounds are made of: needed, per_kept, per_lost, per_norm."""
+    """A query tile in INT8, and its rows' numbers in ``discover_bounds``: needed, per_kept, per_lost, below_score."""
     threads: gl.constexpr = BLOCK_D // 8
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
     load_m = start_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, load_layout))
@@ -85,31 +76,40 @@ def _load_rows(q_ptr, rows_ptr, stride_qs, start_m, q_begin, seqlen_q, row_layou
     needed = gl.load(rows_ptr + seqlen_q + offs_m, mask=row_exists, other=float("inf"))
     per_kept = gl.load(rows_ptr + 2 * seqlen_q + offs_m, mask=row_exists, other=0.0)
     per_lost = gl.load(rows_ptr + 3 * seqlen_q + offs_m, mask=row_exists, other=0.0)
-    per_norm = gl.load(rows_ptr + 4 * seqlen_q + offs_m, mask=row_exists, other=0.0)
-    return q_int8, needed, per_kept, per_lost, per_norm
+    below_score = gl.load(rows_ptr + 4 * seqlen_q + offs_m, mask=row_exists, other=0.0)
+    return q_int8, needed, per_kept, per_lost, below_score
 
 
 @gluon.jit
 def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidates_ptr, words, k_ring, k_ready, k_free, stride_qs,
-                   first_q_tile, first, last, q_begin, seqlen_q, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
+                   first_q_tile, first, last, own_last, q_begin, seqlen_q, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
                    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr,
                    KEY_NUMBERS: gl.constexpr):  # fmt: skip
-    """One warpgroup: its query tile against key tiles first to last - 1; ``candidates_ptr``: words of the program's first."""
+    """One warpgroup: its query tile against key tiles last - 1 down to first; ``candidates_ptr``: words of the program's first.
+
+    The rows see all of the tiles before ``own_last``.
+    """
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     start_m = (first_q_tile + warpgroup) * BLOCK_M
-    q_int8, needed, per_kept, per_lost, per_norm = _load_rows(
+    q_int8, needed, per_kept, per_lost, below_score = _load_rows(
         q_ptr, rows_ptr, stride_qs, start_m, q_begin, seqlen_q, row_layout, HEAD_DIM, BLOCK_M, BLOCK_D, STRIDE_UNIT)  # fmt: skip
     q_tile = gl.convert_layout(q_int8, gl.DotOperandLayout(0, score_layout, 4))
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, score_layout)
     found = gl.zeros([BLOCK_M], gl.int32, row_layout)
-    for tile in range(first, last):
-        step = tile - first
+    for step in range(last - first):
+        tile = last - 1 - step
         products = _start_products(q_tile, k_ring, k_ready, zeros, step, STAGES)
+        norms = norms_ptr + tile * KEY_NUMBERS
+        k_scale = gl.load(norms)
+        error = per_kept * gl.load(norms + 1) + per_lost * gl.load(norms + 2)
         products = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(k_free.index(step % STAGES), count=1)
-        found |= _reaches(products, norms_ptr, tile, needed, per_kept, per_lost, per_norm, KEY_NUMBERS) << (tile % 32)
-        if (tile % 32 == 31) | (tile == last - 1):
+        score = gl.max(products, 1).to(gl.float32) * k_scale
+        found |= gl.where(score + error < needed, 0, 1) << (tile % 32)  # a NaN is a candidate
+        if tile < own_last:
+            needed = gl.maximum(needed, score - error + below_score)
+        if (tile % 32 == 0) | (tile == first):
             own_words = candidates_ptr + warpgroup * words
             gl.atomic_or(own_words + tile // 32, gl.reduce(found, 0, _either), mask=start_m < seqlen_q, sem="relaxed")
             found = gl.zeros([BLOCK_M], gl.int32, row_layout)
@@ -137,6 +137,9 @@ def discover_hopper_kernel(
     last_start = gl.minimum(start_m + (WARPGROUPS - 1) * BLOCK_M, (seqlen_q - 1) // BLOCK_M * BLOCK_M)
     last = first_retained_tile(last_start, seqlen_q, seqlen_k, window_right, BLOCK_N, HAS_RIGHT)
     last = gl.maximum(last, first)
+    own_latest = first_retained_tile(start_m + 2 * BLOCK_M, seqlen_q, seqlen_k, window_right, BLOCK_N, HAS_RIGHT)
+    own_middle = first_retained_tile(start_m + BLOCK_M, seqlen_q, seqlen_k, window_right, BLOCK_N, HAS_RIGHT)
+    own_earliest = first_retained_tile(start_m, seqlen_q, seqlen_k, window_right, BLOCK_N, HAS_RIGHT)
     batch64 = batch.to(gl.int64)
     head_index = batch64 * num_heads + head
     q_head = q_ptr + (batch64 * stride_qb + head.to(gl.int64) * stride_qh) * STRIDE_UNIT
@@ -156,11 +159,14 @@ def discover_hopper_kernel(
     earliest: gl.constexpr = 0
     gl.warp_specialize([
         (_discover_rows, (latest, q_head, head_rows, head_norms, head_words, words, k_ring, k_ready, k_free, stride_qs, first_q_tile,
-                          first, last, q_begin, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
+                          first, last, own_latest, q_begin, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES,
+                          KEY_NUMBERS)),
         (_discover_rows, (middle, q_head, head_rows, head_norms, head_words, words, k_ring, k_ready, k_free, stride_qs, first_q_tile,
-                          first, last, q_begin, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
+                          first, last, own_middle, q_begin, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES,
+                          KEY_NUMBERS)),
         (_discover_rows, (earliest, q_head, head_rows, head_norms, head_words, words, k_ring, k_ready, k_free, stride_qs, first_q_tile,
-                          first, last, q_begin, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES, KEY_NUMBERS)),
+                          first, last, own_earliest, q_begin, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, STRIDE_UNIT, STAGES,
+                          KEY_NUMBERS)),
         (_load_keys, (k_desc, k_ring, k_ready, k_free, kv_tiles * BLOCK_N, first, last, STAGES, BLOCK_N)),
     ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
