@@ -220,7 +220,7 @@ def test_a_compiled_graph_chooses_by_length(handed_over, monkeypatch):
         call = build(Case(seqlen_q=length, num_heads=4, num_kv_heads=2), torch.float32, "cpu")
         expected = mala_attn_func(call.q, call.k, call.v, causal=True, discovery=way)
         torch.testing.assert_close(
-            compiled(call.q, call.k, call.v), expected, rtol=0, atol=1e-6 if way == "dense" else 0
+            compiled(call.q, call.k, call.v), expected, rtol=0, atol=1e-5 if way == "dense" else 0
         )
     torch._dynamo.reset()
 

@@ -38,8 +38,11 @@ def test_on_a_gpu_short_calls_are_cudnns_or_flashs(length, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_on_hopper_flat_heads_are_dense_and_peaked_ones_are_not(head_dim):
     shape = {"num_heads": 8, "num_kv_heads": 4, "head_dim": head_dim}
-    way = "int8" if head_dim == 128 else "fused"
-    for flat_share, length, expected in ((0.0, 32768, [way]), (1.0, 16384, ["dense"]), (0.25, 32768, [way, "dense"])):
+    for flat_share, length, expected in (
+        (0.0, 32768, ["int8"]),
+        (1.0, 16384, ["dense"]),
+        (0.25, 32768, ["int8", "dense"]),
+    ):
         inputs = peaked_inputs(length, links=1.0, flat_share=flat_share, **shape)
         call = inputs.q, inputs.k, inputs.v
         settings = Settings(1.0, head_dim**-0.5, (-1, 0), 0.0, (64, 128))
@@ -48,24 +51,31 @@ def test_on_hopper_flat_heads_are_dense_and_peaked_ones_are_not(head_dim):
         assert [choice.way for choice in choices] == expected
         out, lse = mala_attn_func(*call, causal=True, return_lse=True)
         fused, fused_lse = mala_attn_func(*call, causal=True, discovery="fused", return_lse=True)
-        if expected == [way]:
+        if "dense" not in expected:
             assert torch.equal(out, fused)
         assert (out - fused).float().norm() < 1e-2 * fused.float().norm()
         assert (lse - fused_lse).abs().max() < 2e-2
 
 
+def replayed(*call: torch.Tensor) -> torch.Tensor:
+    """What a CUDA graph of the call gives."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mala_attn_func(*call, causal=True)
+    graph.replay()
+    return out
+
+
 @pytest.mark.gpu
-def test_a_cuda_graph_chooses_by_length():
+def test_a_cuda_graph_chooses_by_length_and_goes_the_way_of_an_earlier_call():
     for length, way in ((1024, "dense"), (32768, "fused")):
         torch.manual_seed(0)
-        q, k, v = (torch.randn(1, length, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
-        expected = mala_attn_func(q, k, v, causal=True, discovery=way)
-        graph = torch.cuda.CUDAGraph()
-        mala_attn_func(q, k, v, causal=True)
-        with torch.cuda.graph(graph):
-            out = mala_attn_func(q, k, v, causal=True)
-        graph.replay()
-        assert torch.equal(out, expected)
+        call = [torch.randn(1, length, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+        expected = mala_attn_func(*call, causal=True, discovery=way)
+        assert torch.equal(replayed(*call), expected)
+    eager, work = mala_attn_func(*call, causal=True, return_work=True)
+    assert work.choice == "dense"  # flat inputs, looked at
+    assert torch.equal(replayed(*call), eager)
 
 
 @pytest.mark.gpu

@@ -86,6 +86,6 @@ ALL = ("fused", "int8", "dense")
     ],
 )
 def test_the_counts_decide_for_all_heads_or_for_each(fractions, length, may_be, expected):
-    choices = choose_by_counts([[round(1000 * x), 1000] for x in fractions], length, may_be)
+    choices = choose_by_counts([[round(1000 * x), 1000] for x in fractions], length, may_be, 0.05)
     assert {choice.way: choice.kv_heads for choice in choices} == expected
     assert all(choice.reason for choice in choices)

@@ -240,7 +240,7 @@ def test_other_implementations_and_words_are_refused(device):
 
 def _chosen(call: Call, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What "auto" runs, were this a Hopper GPU and these sequences long."""
-    for name, value in (("INT8_HEAD_DIM", 64), ("MIN_LOOK", 300), ("MAX_INT8_FRACTION", 0.9)):
+    for name, value in (("MIN_LOOK", 300), ("MAX_INT8_FRACTION", {64: 0.9})):
         monkeypatch.setattr(discover_choice, name, value)
     monkeypatch.setattr(discover_choice, "is_measured", lambda device: True)
     ran = []

@@ -131,7 +131,7 @@ def launch_discover(
     sides = {"HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0}
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         quantize_keys_kernel[(num_k_tiles, num_kv_heads, batch)](
-            k, mean, quantized, norms, *k_strides, seqlen_k, num_k_tiles, num_kv_heads, **blocks, num_warps=16,
+            k, mean, quantized, norms, *k_strides, seqlen_k, num_k_tiles, num_kv_heads, **blocks, num_warps=8,
         )  # fmt: skip
         bound_rows_kernel[(q_tiles * num_heads * batch,)](
             q, k, mean, rows, candidates, *q_strides, *k_strides, q_begin, seqlen_q, seqlen_k, num_q_tiles,

@@ -24,8 +24,8 @@ from .work import Choice
 # measured on an H200 (docs/performance.md); elsewhere nothing is known, so only lengths are looked at
 SHORT = 2048  # keys; below, nothing that can be skipped pays for looking at it
 MIN_LOOK = 16384  # queries and keys; below, a look takes longer than it could save in that call
-INT8_HEAD_DIM = 128
-MAX_INT8_FRACTION = 0.05  # of the tiles, retained: beyond, walking the candidates costs more than INT8 scores save
+# head_dim: share of the tiles, retained, beyond which walking the candidates costs more than INT8 scores save
+MAX_INT8_FRACTION = {64: 0.06, 128: 0.12}
 MAX_FUSED_FRACTION = 0.6  # beyond, a dense kernel is faster
 MIN_SPLIT = 32768  # queries and keys; below, heads stay together, and one look serves many calls
 
@@ -69,21 +69,28 @@ def choose(
             return [replace(choice, reason=f"{choice.reason}, in an earlier call") for choice in remembered]
     if is_capturing():
         return [Choice("fused", "a CUDA graph cannot look at scores before it chooses")]
-    if q.shape[-1] != INT8_HEAD_DIM:
+    if q.shape[-1] not in MAX_INT8_FRACTION:
         may_be = tuple(way for way in may_be if way != "int8")
         if may_be == ("fused",):
-            return [Choice("fused", f"INT8 discovery was measured at head_dim {INT8_HEAD_DIM} only")]
+            return [
+                Choice(
+                    "fused", f"INT8 discovery was measured at head_dim {' and '.join(map(str, MAX_INT8_FRACTION))} only"
+                )
+            ]
     if shortest < MIN_LOOK:
         may_be = tuple(way for way in may_be if way != "int8")
     from .discover_probe import sampled_counts  # triton is needed only here
 
-    choices = choose_by_counts(sampled_counts(q, k, settings, sequences).tolist(), shortest, may_be)
+    counts = sampled_counts(q, k, settings, sequences).tolist()
+    choices = choose_by_counts(counts, shortest, may_be, MAX_INT8_FRACTION.get(q.shape[-1], 0.0))
     if memory is not None:
         memory.store(key, choices)
     return choices
 
 
-def choose_by_counts(counts: list[list[int]], shortest: int, may_be: tuple[str, ...]) -> list[Choice]:
+def choose_by_counts(
+    counts: list[list[int]], shortest: int, may_be: tuple[str, ...], max_int8_fraction: float
+) -> list[Choice]:
     """The ways of KV heads whose samples retained and saw so many tiles: (retained, visible) of each."""
     heads = range(len(counts))
     fractions = [retained / max(visible, 1) for retained, visible in counts]
@@ -95,8 +102,8 @@ def choose_by_counts(counts: list[list[int]], shortest: int, may_be: tuple[str, 
     choices = []
     if peaked:
         share = sum(fractions[head] for head in peaked) / len(peaked)
-        is_low = share <= MAX_INT8_FRACTION and "int8" in may_be
-        compared = f"at most {MAX_INT8_FRACTION:.0%}" if is_low else f"at most {MAX_FUSED_FRACTION:.0%}"
+        is_low = share <= max_int8_fraction and "int8" in may_be
+        compared = f"at most {max_int8_fraction:.0%}" if is_low else f"at most {MAX_FUSED_FRACTION:.0%}"
         if not is_low and share > MAX_FUSED_FRACTION:  # no dense kernel covers the call
             compared = f"more than {MAX_FUSED_FRACTION:.0%}"
         reason = f"a sample of the rows retains {compared} of its tiles"
