@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
-from tuning import switched
 
 from mala_hf import ops
 
@@ -185,20 +184,6 @@ def launched(kernel: str, **overrides) -> Callable:
     return run
 
 
-def in_form(run: Callable, module: str, name: str) -> Callable:
-    """A call with a form that is not chosen yet, where this Triton has it."""
-
-    def run_switched(make: Inputs) -> list[Tensor]:
-        from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER
-
-        if module in HOPPER_LAUNCHERS and not HAS_GLUON_FOR_HOPPER:
-            return run(make)
-        with switched({(importlib.import_module(f"mala_hf.ops.{module}"), name): True}):
-            return run(make)
-
-    return run_switched
-
-
 def _mask(make: Inputs) -> Tensor:
     return (make.tensor(2, 4, 200, 200) > -0.5) | torch.eye(200, dtype=torch.bool, device=make.device)
 
@@ -226,7 +211,6 @@ CALLS: dict[str, Callable[[Inputs], list[Tensor]]] = {
     "packed, backward": packed(TRAINED),
     "more queries than keys": public(200, 70, train=TRAINED),
     "INT8 discovery": public(discovery="int8"),
-    "INT8 discovery, Hopper's walk": in_form(public(discovery="int8"), "forward_hopper_launch", "WALKS_CANDIDATES"),
     "INT8 discovery, portable kernel": launched("discover", use_hopper=False),
     "the look before INT8 discovery": launched("look"),
     "decode, two passes": public(1, 500, decode="two_pass"),

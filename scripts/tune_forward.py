@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times forms of the Hopper forward beside one another and beside cuDNN, one that is not chosen yet among them.
+"""Times the forms of the forward on Hopper beside one another and beside cuDNN.
 
 Each is checked first: the same bits as the fused form (full attention's values for tau = 0). For a Hopper GPU. No new row is begun
-after ``--seconds``. ``results/forward_forms_h200.json`` has the forms that were taken out, too.
+after ``--seconds``. ``results/forward_forms_h200.json`` and ``results/discovery_growth_h200.json`` have the forms that were taken out,
+too.
 
 python scripts/tune_forward.py --output forward_forms.json
 """
@@ -19,13 +20,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tuning import run_rows, switched
+from tuning import run_rows
 
 from mala_hf.bench.baselines import load_baselines
 from mala_hf.bench.gate import relative_error
 from mala_hf.bench.timing import copies_for_cold_reads, device_times
 from mala_hf.bench.workload import copies_of, measured_slots, workload_of
-from mala_hf.ops import forward_hopper_launch as launch
 from mala_hf.ops import mala_attn_func
 
 SHAPES = (
@@ -33,12 +33,10 @@ SHAPES = (
     "16,8,128,8192,flat", "16,8,128,32768,flat", "16,8,128,131072,flat", "16,8,128,8192,400", "16,8,128,8192,1000",
     "16,8,64,2048,flat", "16,8,64,8192,flat", "16,8,64,32768,flat", "32,8,128,8192,flat", "16,8,64,32768,400", "32,8,128,32768,400",
 )  # fmt: skip
-# name: what the call is asked for, and whether the Hopper forward walks candidates
-FORMS: dict[str, tuple[dict[str, Any], bool]] = {
-    "fused": ({"discovery": "fused"}, False),
-    "tau0": ({"discovery": "fused", "tau": 0.0}, False),
-    "int8": ({"discovery": "int8"}, False),
-    "int8_walking": ({"discovery": "int8"}, True),
+FORMS: dict[str, dict[str, Any]] = {  # what the call is asked for
+    "fused": {"discovery": "fused"},
+    "tau0": {"discovery": "fused", "tau": 0.0},
+    "int8": {"discovery": "int8"},
 }
 BUDGET_MS = 150.0
 MAX_ERROR = 0.02
@@ -46,9 +44,7 @@ MAX_ERROR = 0.02
 
 def attend(form: str, q, k, v):
     """The call in one of FORMS."""
-    options, walks = FORMS[form]
-    with switched({(launch, "WALKS_CANDIDATES"): walks}):
-        return mala_attn_func(q, k, v, causal=True, **options)
+    return mala_attn_func(q, k, v, causal=True, **FORMS[form])
 
 
 def measured(shape: str) -> dict[str, Any]:
@@ -61,7 +57,7 @@ def measured(shape: str) -> dict[str, Any]:
     if inputs.flat_heads < inputs.q.shape[2]:
         row["slots"] = measured_slots(inputs)
     else:  # candidates are all tiles
-        calls = {form: call for form, call in calls.items() if not form.startswith("int8")}
+        calls = {form: call for form, call in calls.items() if form != "int8"}
     full, exact = cudnn(inputs.q, inputs.k, inputs.v), attend("fused", inputs.q, inputs.k, inputs.v)
     copies = copies_of(inputs, copies_for_cold_reads(sum(x.nbytes for x in (inputs.q, inputs.k, inputs.v)), device))
     for form, call in (calls | {"sdpa_cudnn": cudnn}).items():

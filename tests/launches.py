@@ -122,7 +122,7 @@ def run(launch: Launch) -> None:
                 sequences,
                 sinks,
                 mask,
-                return_work=(launch.features or launch.mask) and candidates is None,
+                return_work=launch.features or launch.mask,
                 save_support=launch.features or launch.mask,
                 use_tma=launch.use_tma,
                 use_hopper=launch.use_hopper,

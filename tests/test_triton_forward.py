@@ -7,9 +7,12 @@ import math
 
 import pytest
 import torch
+from backward_calls import launch_arguments
 from calls import NAN, build, heads
 from helpers import RETAINED, SKIPPED, assert_same_bits, check_forward, random_gradient, reference_head, run_kernel
 from inputs import CASES, EMPTY_CASES, FAMILY_CASES, NOT_IN_16_BIT, Case, ids
+
+from mala_hf.ops.forward import launch_forward
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -182,6 +185,14 @@ def test_tiles_smaller_than_a_matrix_product_are_refused(tile, device):
     call = build(Case(tile=tile), torch.float32, device)
     with pytest.raises(ValueError, match="16"):
         call.run("triton")
+
+
+@pytest.mark.parametrize("given", ["candidates", "support"])
+def test_the_hopper_kernel_refuses_to_walk_tiles_that_were_found_before(given, device):
+    arguments = launch_arguments(build(Case(), torch.float16, device))
+    found = launch_forward(*arguments, return_work=False, save_support=True)[4]
+    with pytest.raises(ValueError, match="the Hopper kernel visits all tiles"):
+        launch_forward(*arguments, return_work=False, use_hopper=True, **{given: found})
 
 
 def test_float64_is_refused_because_kernels_compute_in_float32():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches the forward: the portable kernel or Hopper's, over all tiles, over candidates, or over a support that is known already."""
+"""Launches the forward: the portable kernel or Hopper's over all tiles, the portable one over candidates or a support known already."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def launch_forward(
     first. A call that is to report its work scores all tiles nevertheless.
 
     ``config``, ``use_tma`` and ``use_hopper`` override the shipped launch shape, the choice of loads and of the kernel, for
-    measurements and tests.
+    measurements and tests. ValueError for a Hopper kernel that is not there, or that is to walk: it visits all tiles.
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
     v_head_dim = v.shape[-1]
@@ -87,13 +87,14 @@ def launch_forward(
         # a descriptor reads on into the next sequence, where anything may lie
         use_tma = sequences.bounds is None and has_tma(k) and has_tma(v)
     has_hopper = HAS_GLUON_FOR_HOPPER and nvidia_major(q.device) == 9
+    if use_hopper and walked is not None:
+        raise ValueError("the Hopper kernel visits all tiles; candidates and a known support are the portable one's")
     if use_hopper and not has_hopper:
         raise ValueError("the Hopper kernel needs compute capability 9.0 and triton 3.6 or newer")
-    if use_hopper is not False and has_hopper:
+    if use_hopper is not False and has_hopper and walked is None:
         from . import forward_hopper_launch
 
-        is_covered = walked is None or (forward_hopper_launch.WALKS_CANDIDATES and not is_known)
-        use_hopper = use_hopper or (is_covered and forward_hopper_launch.supports(q, k, v, sequences, mask, config))
+        use_hopper = use_hopper or forward_hopper_launch.supports(q, k, v, sequences, mask, config)
     if use_hopper:
         forward_hopper_launch.launch_forward_hopper(
             q,
@@ -103,8 +104,7 @@ def launch_forward(
             lse,
             tiles,
             certificate,
-            None if is_known else support,
-            walked,
+            support,
             settings,
             sequences,
             sinks,

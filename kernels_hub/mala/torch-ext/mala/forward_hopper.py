@@ -4,8 +4,8 @@
 In portable Triton all warps of a program wait for a score product, judge it and vote together, and the tensor cores idle
 meanwhile. Here each warpgroup owns a query tile of BLOCK_M rows and votes alone: while one judges, another's product runs. One more
 warp brings key tiles through a ring of STAGES buffers; a value tile is fetched by the warpgroup that retains it. Two warpgroups have
-registers for two key tiles at a time, and one vote settles both where both are skipped. With CAN_SKIP False there is no vote
-(``forward_hopper_all.py``), with IS_WALK candidates alone are visited (``hopper_walk.py``); both take two.
+registers for two key tiles at a time, and one vote settles both where both are skipped. There are two where three do not fit, and
+with CAN_SKIP False, where nothing votes (``forward_hopper_all.py``).
 Same tiles, same order and same rule functions as ``forward_kernel.py``, hence the same retained set.
 
 ``forward_hopper_launch.py`` says which calls it covers; the portable kernel takes all others.
@@ -21,8 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .forward_hopper_all import attend_all_tiles
 from .hopper_allocate import allocate
-from .hopper_steps import LOG2_E, is_any, judge, start_scores
-from .hopper_walk import NUMBER, count_candidates, load_visited, visited_tile
+from .hopper_steps import LOG2_E, is_any, judge, load_tiles, start_scores
 from .rule import log2_threshold, reaches_limit
 
 LN_2 = gl.constexpr(math.log(2.0))
@@ -41,12 +40,11 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
                  V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                  BLOCK_DV: gl.constexpr, STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr,
                  HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr,
-                 SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
-                 WARPGROUPS: gl.constexpr):  # fmt: skip
-    """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first, or ``last`` candidates."""
+                 SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, WARPGROUPS: gl.constexpr):  # fmt: skip
+    """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first."""
     (
         q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free, indices,
+        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
         stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
         batch, head, kv_head, first_q_tile, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
         window_left, window_right, scale_log2, softcap_log2, tau,
@@ -113,7 +111,7 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
             alone = count % 2
         for tile in range(alone):
             near = start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
-            index = visited_tile(indices, tile, last, STAGES, IS_WALK)
+            index = last - 1 - tile
             near, near_max = judge(
                 near, 0, index, tile, k_free, sight, STAGES, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP
             )
@@ -125,8 +123,8 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
             for tile in range(alone, count, 2):
                 near = start_scores(q_tile, k_ring, k_ready, zeros, tile, STAGES, BLOCK_N, BLOCK_D, k_layout)
                 far = start_scores(q_tile, k_ring, k_ready, zeros, tile + 1, STAGES, BLOCK_N, BLOCK_D, k_layout)
-                index = visited_tile(indices, tile, last, STAGES, IS_WALK)
-                far_index = visited_tile(indices, tile + 1, last, STAGES, IS_WALK)
+                index = last - 1 - tile
+                far_index = last - 1 - (tile + 1)
                 near, near_max = judge(
                     near, 1, index, tile, k_free, sight, STAGES, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP
                 )
@@ -176,12 +174,12 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
 
 @gluon.jit(do_not_specialize=RUNTIME_VALUES)
 def mala_forward_hopper_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr, candidates_ptr,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
     q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, num_kv_groups, window_left, window_right, scale_log2, softcap_log2, tau,
     V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, IS_WALK: gl.constexpr,
+    HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr,
     WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """WARPGROUPS neighbouring query tiles of one head; seqlen_q counts rows from q_begin, the first row that sees a key."""
@@ -201,11 +199,6 @@ def mala_forward_hopper_kernel(
         high = gl.minimum(last_position + window_right + 1, seqlen_k)
     first = low // BLOCK_N
     last = gl.cdiv(gl.maximum(high, 0), BLOCK_N)
-    num_tiles = gl.minimum(num_q_tiles - first_q_tile, WARPGROUPS)
-    first_word = ((batch.to(gl.int64) * num_heads + head) * support_rows + first_q_tile) * support_words
-    if IS_WALK:
-        first = 0
-        last = count_candidates(candidates_ptr + first_word, support_words, num_tiles, WARPGROUPS, 4)
 
     dtype: gl.constexpr = k_desc.dtype
     q_block = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -216,7 +209,6 @@ def mala_forward_hopper_kernel(
     q_ready = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
-    indices = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=WARPGROUPS)
@@ -227,14 +219,10 @@ def mala_forward_hopper_kernel(
 
     arguments = (
         q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free, indices,
+        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
         stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
         batch, head, kv_head, first_q_tile, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
         window_left, window_right, scale_log2, softcap_log2, tau,
-    )  # fmt: skip
-    loaded = (
-        k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, indices, candidates_ptr, first_word, support_words,
-        num_tiles, batch, kv_head, first, last,
     )  # fmt: skip
     earliest: gl.constexpr = 0
     middle: gl.constexpr = 1
@@ -243,22 +231,24 @@ def mala_forward_hopper_kernel(
         gl.warp_specialize([
             (_attend_rows, (middle, arguments,
                 V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, WARPGROUPS)),
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, WARPGROUPS)),
             (_attend_rows, (earliest, arguments,
                 V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, WARPGROUPS)),
-            (load_visited, (loaded, STAGES, BLOCK_N, CAN_SKIP, IS_WALK, WARPGROUPS)),
-        ], [4, 1], [232, 40] if IS_WALK else [240, 24])  # fmt: skip
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, WARPGROUPS)),
+            (load_tiles, (k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, batch, kv_head, first, last,
+                STAGES, BLOCK_N, CAN_SKIP)),
+        ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_attend_rows, (latest, arguments,
                 V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, WARPGROUPS)),
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, WARPGROUPS)),
             (_attend_rows, (middle, arguments,
                 V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, WARPGROUPS)),
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, WARPGROUPS)),
             (_attend_rows, (earliest, arguments,
                 V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, IS_WALK, WARPGROUPS)),
-            (load_visited, (loaded, STAGES, BLOCK_N, CAN_SKIP, IS_WALK, WARPGROUPS)),
+                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, WARPGROUPS)),
+            (load_tiles, (k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, batch, kv_head, first, last,
+                STAGES, BLOCK_N, CAN_SKIP)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -22,8 +22,6 @@ MAX_SHARED_BYTES = 227 * 1024
 ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
 # keys of a tile and v's head_dim together: each takes half as many of a thread's registers, of which three warpgroups have 160
 MAX_COLUMNS_OF_THREE = 256
-# compiled and tested, not chosen: INT8 discovery's candidates by this kernel, which reads their keys once for two query tiles
-WALKS_CANDIDATES = False
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Optional[Tensor], config: TileConfig) -> bool:
@@ -47,11 +45,11 @@ def _shared_bytes(q: Tensor, v: Tensor, config: TileConfig, stages: int, warpgro
     return elements * q.element_size() + 1024
 
 
-def query_tiles_per_program(q: Tensor, v: Tensor, config: TileConfig, can_skip: bool, is_walk: bool) -> int:
+def query_tiles_per_program(q: Tensor, v: Tensor, config: TileConfig, can_skip: bool) -> int:
     """Query tiles per program: three, which read keys a third less often than two, where a tile may be skipped and they fit."""
     has_registers = config.block_n + padded_head_dim(v.shape[-1]) <= MAX_COLUMNS_OF_THREE
     has_memory = _shared_bytes(q, v, config, 2, 3) <= MAX_SHARED_BYTES
-    return 3 if can_skip and not is_walk and has_registers and has_memory else 2
+    return 3 if can_skip and has_registers and has_memory else 2
 
 
 @cache
@@ -73,17 +71,16 @@ def launch_forward_hopper(
     tiles: Optional[Tensor],
     certificate: Optional[Tensor],
     support: Optional[Tensor],
-    candidates: Optional[Tensor],
     settings: Settings,
     sequences: Sequences,
     sinks: Optional[Tensor],
     config: TileConfig,
 ) -> None:
-    """Fill out, lse and, where given, tiles, certificate and support; shapes and ``candidates`` as in ``forward.launch_forward``."""
+    """Fill out, lse and, where given, tiles, certificate and support; shapes as in ``forward.launch_forward``."""
     block_m, block_n = config.tile
     block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
-    can_skip = settings.tau > 0 or any(x is not None for x in (tiles, support, candidates))
-    warpgroups = query_tiles_per_program(q, v, config, can_skip, candidates is not None)
+    can_skip = settings.tau > 0 or tiles is not None or support is not None
+    warpgroups = query_tiles_per_program(q, v, config, can_skip)
     fitting = [n for n in (2, 3, 4) if _shared_bytes(q, v, config, n, warpgroups) <= MAX_SHARED_BYTES]
     stages = max(fitting, default=2)
     q_begin, q_end, _, seqlen_k = sequences.common
@@ -99,11 +96,11 @@ def launch_forward_hopper(
             out,
             lse,
             # one that is not there is not read; the kernel's tuples hold no None
-            *(lse if x is None else x for x in (sinks, tiles, certificate, support, candidates)),
+            *(lse if x is None else x for x in (sinks, tiles, certificate, support)),
             *(stride // unit for stride in out.stride()[:3]),
             *lse.stride()[:2],
             *((0, 0, 0) if tiles is None else tiles.stride()[:3]),
-            *next((x.shape[2:] for x in (support, candidates) if x is not None), (0, 0)),
+            *((0, 0) if support is None else support.shape[2:]),
             q_begin,
             q_end - q_begin,
             seqlen_k,
@@ -129,7 +126,6 @@ def launch_forward_hopper(
             RETURN_WORK=tiles is not None,
             SAVE_SUPPORT=support is not None,
             CAN_SKIP=can_skip,
-            IS_WALK=candidates is not None,
             WARPGROUPS=warpgroups,
             num_warps=4,
         )

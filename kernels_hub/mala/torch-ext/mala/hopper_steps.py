@@ -24,23 +24,17 @@ def load_tiles(
     Values too where none can be skipped (CAN_SKIP False): both warpgroups read the same.
     """
     for tile in range(last - first):
+        stage = tile % STAGES
         row = (last - 1 - tile) * BLOCK_N
-        load_keys(k_desc, k_ring, k_ready, k_free, batch, kv_head, row, tile, STAGES)
+        mbarrier.wait(k_free.index(stage), ((tile // STAGES) & 1) ^ 1)
+        mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, row, 0], k_ready.index(stage), k_ring.index(stage))
         if not CAN_SKIP:
             mbarrier.wait(v_free.index(tile % 2), ((tile // 2) & 1) ^ 1)
             mbarrier.expect(v_ready.index(tile % 2), v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
                 v_desc, [batch, kv_head, row, 0], v_ready.index(tile % 2), v_buffers.index(tile % 2)
             )
-
-
-@gluon.jit
-def load_keys(k_desc, k_ring, k_ready, k_free, batch, kv_head, row, tile, STAGES: gl.constexpr):
-    """The ``tile``-th visited key tile, which begins at ``row``, on its way into the ring."""
-    stage = tile % STAGES
-    mbarrier.wait(k_free.index(stage), ((tile // STAGES) & 1) ^ 1)
-    mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, row, 0], k_ready.index(stage), k_ring.index(stage))
 
 
 @gluon.jit

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper forward over candidates: whatever is in them besides the retained tiles, the bits are those of a search through all."""
+"""INT8 discovery on Hopper: tiles that the portable kernel finds among candidates have the bits of Hopper's search through all."""
 
 from __future__ import annotations
 
-import importlib
+import sys
 
 import pytest
 import torch
 from calls import build
 from inputs import Case, ids
+from project import ROOT
 from test_discovery import arguments_of
 from test_triton_gpu import is_hopper
+
+sys.path.append(str(ROOT / "scripts"))
+
+import run_every_kernel
 
 from mala_hf.ops.forward import launch_forward
 from mala_hf.ops.support_bits import pack_support, unpack_support
@@ -42,9 +47,7 @@ def test_candidates_give_the_bits_of_all_tiles(case, added, device):
     assert added == 0 or (more & ~retained).any()
     candidates = pack_support(retained | more)
     for saves in (False, True):
-        found = launch_forward(
-            *arguments, return_work=False, save_support=saves, candidates=candidates, use_hopper=True
-        )
+        found = launch_forward(*arguments, return_work=False, save_support=saves, candidates=candidates)
         assert torch.equal(found[0], out)
         assert torch.equal(found[1], lse)
         assert not saves or torch.equal(found[4], support)
@@ -58,27 +61,14 @@ FOUND = [
 ]
 
 
-class Constants:
-    """A kernel that notes the constants of its launches."""
-
-    def __init__(self, kernel, noted: list[dict]):
-        self.kernel, self.noted = kernel, noted
-
-    def __getitem__(self, grid):
-        return lambda *args, **constants: self.noted.append(constants) or self.kernel[grid](*args, **constants)
-
-
-@pytest.mark.parametrize("walks", [False, True])
 @pytest.mark.parametrize("case", FOUND, ids=ids(FOUND))
-def test_int8_discovery_gives_the_fused_bits_whichever_kernel_walks(case, walks, device, monkeypatch):
+def test_int8_discovery_gives_the_bits_of_hoppers_search(case, device):
     call = build(case, torch.bfloat16, device)
-    fused = call.run("triton", discovery="fused", return_lse=True)
-    launched: dict[str, list[dict]] = {}
-    for module, name in (("forward_hopper_launch", "mala_forward_hopper"), ("discover_hopper", "discover_hopper")):
-        place, noted = importlib.import_module(f"mala_hf.ops.{module}"), launched.setdefault(name, [])
-        monkeypatch.setattr(place, f"{name}_kernel", Constants(getattr(place, f"{name}_kernel"), noted))
-    monkeypatch.setattr(importlib.import_module("mala_hf.ops.forward_hopper_launch"), "WALKS_CANDIDATES", walks)
-    found = call.run("triton", discovery="int8", return_lse=True)
+    with run_every_kernel.counted_launches() as searched:
+        fused = call.run("triton", discovery="fused", return_lse=True)
+    with run_every_kernel.counted_launches() as discovered:
+        found = call.run("triton", discovery="int8", return_lse=True)
     assert all(torch.equal(x, y) for x, y in zip(found, fused, strict=True))
-    assert [one["IS_WALK"] for one in launched["mala_forward_hopper"]] == [True] * walks
-    assert len(launched["discover_hopper"]) == 1
+    assert searched == {"mala_forward_hopper_kernel": 1}
+    assert discovered["discover_hopper_kernel"] == discovered["mala_forward_kernel"] == 1
+    assert "mala_forward_hopper_kernel" not in discovered
