@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mala_hf.ops import attend, cudnn_plans, mala_attn_func
+from mala_hf.ops import attend, cudnn_plans, dense, mala_attn_func
 from mala_hf.ops.cudnn_plans import PLAN_SECONDS, SAVED_A_CALL, PlanAccounts
+from mala_hf.ops.query_tile import Settings
 
 
 def tensors(length: int, **options) -> list[torch.Tensor]:
@@ -85,3 +86,22 @@ def test_on_a_gpu_a_shape_comes_to_cudnn_in_the_end(monkeypatch):
     assert reasons[0] != reasons[-1]
     own = mala_attn_func(q, k, v, causal=True, tau=0.0, discovery="fused")
     assert (out - own).norm() / own.norm() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "causal", "major", "expected"),
+    [
+        (128, 8192, True, 9, dense.OWN),
+        (128, 8191, True, 9, "cudnn"),
+        (128, 8192, False, 9, "cudnn"),
+        (64, 8192, True, 9, "cudnn"),
+        (128, 8192, True, 8, "cudnn"),
+    ],
+)
+def test_where_malas_own_loop_leads_no_plan_is_made(head_dim, length, causal, major, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
+    monkeypatch.setattr(PlanAccounts, "has_plan", lambda *_: True)
+    x = [torch.empty(1, length, 1, head_dim, device="meta", dtype=torch.bfloat16) for _ in range(3)]
+    settings = Settings(1.0, 1.0, (-1, 0 if causal else -1), 0.0, (64, 128))
+    assert dense.affordable_backend("cudnn", *x, settings) == expected
+    assert dense.affordable_backend("flash", *x, settings) == "flash"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a dense call is worth cuDNN's plan for its shape.
 
-cuDNN is the fastest dense kernel on Hopper once it has a plan for a shape, and builds one in about 38 ms, several hundred times as long
-as a short call takes (results/forward_all_tiles_h200.json). Prompts of every length would pay that every time. So a shape earns its
-plan: MALA's own kernel computes it until what cuDNN would have saved adds up to what a plan costs.
+At short lengths and head dims below 128 cuDNN is faster than MALA's own loop (``dense.py``) once it has a plan for a shape, and builds
+one in about 38 ms, several hundred times as long as a short call takes (results/forward_all_tiles_h200.json). Prompts of every length
+would pay that every time. So a shape earns its plan: MALA's own kernel computes it until what cuDNN would have saved adds up to what a
+plan costs.
 
 Where gradients are taken the own kernel stays: a forward and its recomputation must not go different ways.
 """
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 PLAN_SECONDS = 0.038
-SAVED_A_CALL = 10e-6  # seconds, by cuDNN over the loop that skips nothing
-SAVED_A_FLOP = 0.13 / 550e12
+SAVED_A_CALL = 5e-6  # seconds, by cuDNN over the loop that skips nothing, where it is faster
+SAVED_A_FLOP = 0.08 / 550e12
 MAX_SHAPES = 1024
 
 

@@ -6,6 +6,7 @@ torch's operators return lse and bring their own gradients, which are those of f
 
 from __future__ import annotations
 
+import math
 from typing import Optional
 
 import torch
@@ -21,6 +22,8 @@ from .work import NOT_VISIBLE, RETAINED
 OWN = "own"  # MALA's kernel, told to skip nothing
 NAMES = {"cudnn": "by cuDNN", "flash": "by FlashAttention", "cpu": "by torch", OWN: "by MALA's own kernel with tau = 0"}
 HOPPER = 9  # major compute capability, where that kernel has a loop without votes
+# head_dim: keys from which that loop is faster than cuDNN in causal attention (results/forward_forms_h200.json)
+OWN_LEADS_FROM = {128: 8192}
 HEAD_DIM_UNIT = 8  # elements; torch pads other head dims, which copies
 
 
@@ -71,10 +74,15 @@ def _is_causal(q: Tensor, settings: Settings) -> bool:
 
 def affordable_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> str:
     """``backend``, or what costs less for now: cuDNN plans for each new shape, and one that is seldom seen never pays for it."""
-    is_step = q.shape[1] == 1  # of a cache that grows: no plan is used twice
-    if backend != "cudnn" or (not is_step and plans.has_plan(q, k, v, settings.window[1] == 0)):
+    if backend != "cudnn":
         return backend
-    if not is_step and torch.cuda.get_device_capability(q.device)[0] == HOPPER:
+    is_step = q.shape[1] == 1  # of a cache that grows: no plan is used twice
+    has_own = not is_step and torch.cuda.get_device_capability(q.device)[0] == HOPPER
+    if has_own and _is_causal(q, settings) and k.shape[1] >= OWN_LEADS_FROM.get(q.shape[-1], math.inf):
+        return OWN
+    if not is_step and plans.has_plan(q, k, v, settings.window[1] == 0):
+        return backend
+    if has_own:
         return OWN
     params = _params(q, k, v, settings)
     return "flash" if can_use_flash_attention(params) else OWN
