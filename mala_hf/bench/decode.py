@@ -18,8 +18,8 @@ from .gate import check, full_attention, relative_error
 from .rows import add_baselines, add_speedups
 from .timing import Call, copies_for_cold_reads, device_times, eager_times, peak_bytes
 
-# columns; "mala_int8": two passes, the first over an INT8 plane of the keys
-FORMS = ("two_pass", "mala_int8", "split", "single")
+# columns; "mala_int8": two passes, the first over an INT8 plane of the keys; "auto": whichever the call chooses
+FORMS = ("two_pass", "mala_int8", "split", "single", "auto")
 BASELINES = ("sdpa_cudnn", "sdpa_flash")  # unless others are asked for
 
 
@@ -94,6 +94,7 @@ def measure_decode(
             "key_slots_per_query_by_head": work.key_slots_per_query.mean(0).tolist(),
             "work_fraction": work.work_fraction.mean().item(),
             "tile": list(work.tile),
+            "form": work.form,
             **measured(form, [functools.partial(mala, q, *cache, form=form) for cache in caches], read),
         }
 

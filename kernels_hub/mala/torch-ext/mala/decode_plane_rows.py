@@ -43,8 +43,9 @@ def digit_lines(q_ptr, batch, kv_head, q_tile, q_begin, seqlen_q, stride_qb, str
     size = tl.maximum(largest, SMALLEST)
     to_log2 = size * (1.0 / UNITS) * to_log2
     covered = (to_log2 >= LEAST_SCALE) & (to_log2 <= COVERED)
-    units = tl.where(covered[:, None], q, 0.0) * (1.0 / size * UNITS)[:, None]
-    norm = (tl.sqrt(tl.sum(units * units, 1)) + 1.0) * (1.0 + NORM)
+    # rounded as the definition's, so that a tile at its limit falls on the same side of it
+    units = tl.where(covered[:, None], q, 0.0) * (tl.div_rn(1.0, size) * UNITS)[:, None]
+    norm = (tl.sqrt_rn(tl.sum(units * units, 1)) + 1.0) * (1.0 + NORM)
     rounded = tl.floor(units + 0.5)
     high = tl.floor(rounded * (1.0 / BASE) + 0.5)
     digits = tl.where(is_high[:, None], high, rounded - high * BASE).to(tl.int8)
