@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mala_hf.ops import call_options, decode_choice, mala_attn_func, mala_attn_with_kvcache_func, quantize_keys
+from mala_hf.ops import (
+    call_options,
+    decode_choice,
+    discover_probe,
+    mala_attn_func,
+    mala_attn_with_kvcache_func,
+    quantize_keys,
+)
+from mala_hf.ops.choice_memory import REPEATS
 from mala_hf.ops.tile_config import DECODE_LAUNCH_16BIT, DENSE_DECODE_LAUNCH_16BIT
 
 KEY_BYTES = 2 * 32 * 4  # of a key of all heads in float32
@@ -48,7 +56,14 @@ def test_all_keys_of_a_call_count_and_with_a_window_those_that_are_seen():
 
 
 def test_where_something_was_asked_for_every_tile_is_tested():
-    for options in ({"discovery": "fused"}, {"impl": "blockwise"}, {"tile": (16, 16)}, {"num_splits": 3}):
+    asked = (
+        {"discovery": "fused"},
+        {"impl": "blockwise"},
+        {"tile": (16, 16)},
+        {"num_splits": 3},
+        {"deterministic": True},
+    )
+    for options in asked:
         assert way(150, **options) == ("two_pass", "fused")
     for form in ("two_pass", "split"):
         assert way(150, decode=form) == (form, "fused")
@@ -120,3 +135,37 @@ def test_a_compiler_asks_for_no_length_that_varies():
 def test_splits_that_retain_all_have_the_tiles_of_those_that_test():
     for dim, launch in DENSE_DECODE_LAUNCH_16BIT.items():
         assert launch.block_n == DECODE_LAUNCH_16BIT[dim].block_n
+
+
+def test_flat_scores_make_later_steps_dense_until_the_next_look(monkeypatch):
+    monkeypatch.setattr(decode_choice, "is_measured", lambda device: True)
+    q, k, v = (torch.randn(1, n, h, 32) for n, h in ((1, 4), (300, 2), (300, 2)))
+    looks = []
+    look = discover_probe.sampled_counts
+    monkeypatch.setattr(discover_probe, "sampled_counts", lambda *call: looks.append(1) or look(*call))
+
+    def work(k: torch.Tensor):
+        return mala_attn_func(q, k, v, causal=True, return_work=True)[1]
+
+    flat = work(k)
+    assert (flat.form, flat.choice) == ("split", "dense")
+    assert flat.reason.startswith("a look at the scores retains more than 70% of the tiles")
+    assert flat.work_fraction.eq(1).all()
+    peaked = k.clone()
+    peaked[:, 7] = 100 * q[:, 0, ::2]
+    assert work(peaked).choice == "dense"  # remembered
+    assert len(looks) == 1
+    monkeypatch.setattr(decode_choice, "is_capturing", lambda: True)
+    assert [work(peaked).choice for _ in range(REPEATS)] == ["dense"] * REPEATS  # a graph does not count
+    monkeypatch.setattr(decode_choice, "is_capturing", lambda: False)
+    ways = [work(peaked).form for _ in range(REPEATS)]
+    assert ways == ["split"] * (REPEATS - 2) + ["two_pass"] * 2
+
+
+def test_a_graph_that_remembers_nothing_and_sequences_of_different_lengths_are_not_looked_at(monkeypatch):
+    monkeypatch.setattr(decode_choice, "is_measured", lambda device: True)
+    q, k, v = (torch.randn(2, n, h, 32) for n, h in ((1, 4), (300, 2), (300, 2)))
+    call = {"causal": True, "return_work": True}
+    assert mala_attn_func(q, k, v, **call, seqused_k=torch.tensor([300, 250], dtype=torch.int32))[1].form == "two_pass"
+    monkeypatch.setattr(decode_choice, "is_capturing", lambda: True)
+    assert mala_attn_func(q, k, v, **call)[1].form == "two_pass"

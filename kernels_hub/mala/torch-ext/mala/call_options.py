@@ -110,15 +110,20 @@ def may_be_dense(
     """
     if torch.compiler.is_compiling() and (return_lse or getattr(torch.compiler, "is_exporting", bool)()):
         return False
-    is_repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
+    asked_for_nothing = impl == "auto" and tile is None and not save_support and not _is_repeatable(deterministic)
+    return hands_over(q) and asked_for_nothing and not uncovered
+
+
+def may_keep_all(discovery: str, impl: str, q: Tensor, tile, deterministic: bool) -> bool:
+    """Whether "auto" may choose a decode that tests no tile: only where nothing was asked for. Arguments are those of the call."""
     return (
-        hands_over(q) and impl == "auto" and tile is None and not save_support and not is_repeatable and not uncovered
+        discovery == "auto" and impl == "auto" and tile is None and not _is_repeatable(deterministic) and hands_over(q)
     )
 
 
-def may_keep_all(discovery: str, impl: str, q: Tensor, tile) -> bool:
-    """Whether "auto" may choose a decode that tests no tile: only where nothing was asked for. Arguments are those of the call."""
-    return discovery == "auto" and impl == "auto" and tile is None and hands_over(q)
+def _is_repeatable(deterministic: bool) -> bool:
+    """A call that is to give the same bits again must not go the way of earlier ones."""
+    return deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def implementation_of(impl: str, q: Tensor) -> str:

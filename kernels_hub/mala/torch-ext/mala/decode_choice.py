@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 
 from .attend import Call
+from .choice_memory import memory, memory_key
 from .cudnn_plans import is_capturing
 from .dense import dense_backend
-from .discover_choice import SHORT
+from .discover_choice import SHORT, is_measured
 from .key_plane import KeyPlane, check_key_plane
 from .query_tile import Settings
 from .support_reuse import is_reusing_support
 from .tile_config import MAX_DECODE_ROWS, decode_launch
 from .visibility import Sequences
+from .work import Choice
 
 FORMS = ("single", "two_pass", "int8_two_pass", "split")
 MAX_TOKENS = 64  # new tokens of a sequence
-SHORT_BYTES = (
-    32 << 20
-)  # of all keys of a call; below, two passes are slower than one over all values (results/decode_forms_h200.json)
+# bytes of all keys of a call; below, two passes are slower than one over all values (results/decode_forms_h200.json)
+SHORT_BYTES = 32 << 20
+MAX_TWO_PASS_FRACTION = 0.7  # of the tiles, retained: beyond, one pass over all values is faster (the same file)
 CPU_SPLITS = 4  # where there is no GPU to fill
 
 
@@ -60,7 +62,9 @@ def decode_call(
         raise ValueError("decode='int8_two_pass' reads the keys' INT8 plane: give key_plane, see quantize_keys")
     if form == "single" or (form == "two_pass" and decode == "auto" and not num_splits and _is_dense(call, q, k, v)):
         return call
-    reason = _dense_reason(call, k) if decode == "auto" and not num_splits and may_keep_all else ""
+    reason = ""
+    if decode == "auto" and not num_splits and may_keep_all:
+        reason = _dense_reason(call, k) or _flat_reason(call, q, k)
     settings = decode_settings(call.settings, q, v, k.shape[2], chosen_tile)
     num_splits = num_splits or (0 if call.impl == "triton" else CPU_SPLITS)
     form = "split" if reason else form
@@ -91,6 +95,29 @@ def _dense_reason(call: Call, k: Tensor) -> str:
     if keys * k.shape[-2] * k.shape[-1] * k.element_size() >= SHORT_BYTES:
         return ""
     return f"fewer than {SHORT_BYTES >> 20} MiB of keys, where a second pass costs more than it can save"
+
+
+def _flat_reason(call: Call, q: Tensor, k: Tensor) -> str:
+    """Why two passes would read nearly all values after all, as a look at this layer's scores found; empty where they would not.
+
+    A look is taken at every 61st step of a layer, between two powers of two of its length, and waits for the device; a CUDA graph goes
+    the way that the last one found.
+    """
+    if torch.compiler.is_compiling() or call.sequences.bounds is not None or not is_measured(q.device):
+        return ""
+    key = memory_key(q, k, call.settings, call.sequences, FORMS)
+    found = memory.recall(key, counts=not is_capturing())
+    if found is None:
+        if is_capturing():
+            return ""
+        from .discover_probe import sampled_counts  # triton is needed only here
+
+        retained, visible = sampled_counts(q, k, call.settings, call.sequences).sum(0).tolist()
+        is_flat = retained > MAX_TWO_PASS_FRACTION * visible
+        reason = f"a look at the scores retains more than {MAX_TWO_PASS_FRACTION:.0%} of the tiles" if is_flat else ""
+        found = [Choice("dense" if is_flat else "fused", reason)]
+        memory.store(key, found)
+    return found[0].reason
 
 
 def _is_constant(number: int) -> bool:

@@ -135,7 +135,7 @@ def mala_attn_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    ran, keeps_all = implementation_of(impl, q), may_keep_all(discovery, impl, q, tile)
+    ran, keeps_all = implementation_of(impl, q), may_keep_all(discovery, impl, q, tile, deterministic)
     uncovered = uncovered_by_dense(q, v, settings, sequences, sinks, mask)
     if discovery == "dense":
         check_dense(uncovered, impl, save_support, deterministic)

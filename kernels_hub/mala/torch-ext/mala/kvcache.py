@@ -95,7 +95,7 @@ def mala_attn_with_kvcache_func(
     sequences = fixed_sequences(
         q.shape[0], q.shape[1], cache_len, settings.window[1], seqused_k=cache_seqlens + new, leftpad_k=leftpad_k
     )
-    keeps_all = may_keep_all(discovery, impl, q, tile)
+    keeps_all = may_keep_all(discovery, impl, q, tile, deterministic)
     impl = implementation_of(impl, q)
     discovery = discovery_of(discovery, impl, q, settings, sequences, None)
     call = Call(settings, sequences, impl, return_work, save_support, discovery)
