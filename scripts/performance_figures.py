@@ -8,23 +8,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from stored_results import ROOT, results
+from performance_rows import main_rows
+from stored_results import results
 from training_figure import OTHERS, text_at, ticks
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 320, 84, 16, 64, 64  # pixels; the last four around the plot
 GAP = 0.25  # of a row's place, left free
 YARDSTICK = "sdpa_cudnn"
-# stored result -> its columns, each with its name in the figure
+# figure -> its columns, each with its name
 FIGURES = {
-    "forward_h200": {
+    "forward": {"mala": "MALA", "mala_int8": "INT8 discovery", "mala_tau0": "tau 0"},
+    "backward": {
         "mala": "MALA",
-        "mala_int8": "INT8 discovery",
-        "mala_tau0": "tau 0",
+        "mala_state_only": "state-only",
+        "fa4": "FlashAttention-4",
         "sdpa_flash": "FlashAttention-2",
     },
-    "backward_h200": {"mala": "MALA", "mala_state_only": "state-only", "sdpa_flash": "FlashAttention-2"},
-    "decode_h200": {"two_pass": "two-pass", "split": "split", "single": "single", "sdpa_flash": "FlashAttention-2"},
+    "decode": {
+        "two_pass": "two-pass",
+        "mala_int8": "INT8 plane",
+        "split": "split",
+        "single": "single",
+        "sdpa_flash": "FlashAttention-2",
+    },
 }
+FORWARD = {"mala": "fused", "mala_int8": "int8", "mala_tau0": "tau0", YARDSTICK: YARDSTICK}  # column -> in its file
 Row = dict[str, Any]
 
 
@@ -80,7 +88,23 @@ def speedup_svg(rows: list[Row], names: dict[str, str]) -> str:
     )
 
 
+def rows_of_forward() -> list[Row]:
+    """The rows of the forward's table in the form of the others."""
+    return [
+        {
+            "seqlen": row["seqlen"],
+            "key_slots_per_query": row["slots"],
+            **{column: {"median_ms": row[name]} for column, name in FORWARD.items()},
+        }
+        for row in main_rows()
+    ]
+
+
 def performance_figures() -> dict[str, str]:
-    """The figure of each stored result that there is, by the name of its file."""
-    there = [name for name in FIGURES if (ROOT / "results" / f"{name}.json").exists()]
-    return {name.removesuffix("_h200"): speedup_svg(results(name)["rows"], FIGURES[name]) for name in there}
+    """Every figure, by its name."""
+    rows = {
+        "forward": rows_of_forward(),
+        "backward": results("operator_backward_h200")["rows"],
+        "decode": results("decode_h200")["rows"],
+    }
+    return {name: speedup_svg(rows[name], columns) for name, columns in FIGURES.items()}

@@ -18,6 +18,7 @@ from decode_table import decode
 from evaluation_figures import evaluation_figures
 from method_study_tables import METHOD_STUDY_TABLES, recall_figures
 from performance_figures import performance_figures
+from performance_tables import PERFORMANCE_TABLES
 from reliability_tables import RELIABILITY_TABLES
 from stored_results import ROOT, results, table
 from study_figures import study_figures
@@ -38,79 +39,6 @@ PAGES = (
     "kernels_hub/mala/CARD.md",
 )
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def forward() -> str:
-    """Forward times: MALA at tau = 1, with discovery in INT8, its own full attention (tau = 0), and torch's."""
-    names = ("mala", "mala_int8", "mala_tau0", "sdpa_cudnn", "sdpa_flash")
-    header = [
-        "tokens",
-        "retained slots per query",
-        "work",
-        "MALA, ms",
-        "INT8 discovery",
-        "MALA at tau 0",
-        "cuDNN",
-        "FlashAttention-2",
-        "speedup over cuDNN",
-        "with INT8 discovery",
-    ]
-    rows = [
-        [
-            f"{row['seqlen']:,}",
-            f"{row['key_slots_per_query']:,.0f}",
-            f"{100 * row['work_fraction']:.1f} %",
-            *(f"{row[name]['median_ms']:.3f}" for name in names),
-            *(f"{row[name]['speedup_over_cudnn']:.2f}x" for name in ("mala", "mala_int8")),
-        ]
-        for row in results("forward_h200")["rows"]
-    ]
-    return table(header, rows)
-
-
-def backward_rows(name: str) -> list[list[str]]:
-    """Backward times of both forms and of torch's attention."""
-    names = ("mala", "mala_state_only", "sdpa_cudnn", "sdpa_flash")
-    return [
-        [
-            f"{row['seqlen']:,}",
-            f"{row['key_slots_per_query']:,.0f}",
-            *(f"{row[name]['median_ms']:.3f}" for name in names),
-            *(f"{row[name]['speedup_over_cudnn']:.1f}x" for name in names[:2]),
-        ]
-        for row in results(name)["rows"]
-    ]
-
-
-def backward(name: str = "backward_h200") -> str:
-    """Backward, device time."""
-    header = ["tokens", "retained slots per query", "MALA, ms", "state-only", "cuDNN", "FlashAttention-2"]
-    return table([*header, "speedup over cuDNN", "state-only"], backward_rows(name))
-
-
-def backward_eager() -> str:
-    """Backward, run eagerly: what short calls cost on the host shows."""
-    return backward("backward_eager_h200")
-
-
-def steps() -> str:
-    """One forward and backward of the default form, and its memory."""
-    header = ["tokens", "retained slots per query", "MALA, ms", "cuDNN", "speedup"]
-    rows = []
-    for row in results("backward_eager_h200")["rows"]:
-        ours, cudnn = row["mala"], row["sdpa_cudnn"]
-        times = [x["forward_and_backward_ms"] for x in (ours, cudnn)]
-        rows.append(
-            [
-                f"{row['seqlen']:,}",
-                f"{row['key_slots_per_query']:,.0f}",
-                *(f"{time:.2f}" for time in times),
-                f"{times[1] / times[0]:.1f}x",
-                *(f"{x['step_peak_bytes'] / 2**20:,.0f}" for x in (ours, cudnn)),
-                f"{row['support_bytes'] / 2**10:,.0f}",
-            ]
-        )
-    return table([*header, "peak memory, MiB", "cuDNN", "of it support, KiB"], rows)
 
 
 def gradients() -> str:
@@ -213,10 +141,7 @@ def gpu_cells(run: dict[str, Any]) -> list[str]:
 
 
 TABLES = {
-    "forward": forward,
-    "backward": backward,
-    "backward_eager": backward_eager,
-    "steps": steps,
+    **PERFORMANCE_TABLES,
     "gradients": gradients,
     "decode": decode,
     "all_tiles": all_tiles,

@@ -11,6 +11,8 @@ sys.path.append(str(ROOT / "scripts"))
 
 import decode_table
 import performance_figures
+import performance_rows
+import performance_tables
 import render_results
 
 
@@ -71,6 +73,50 @@ def test_a_bar_is_as_high_as_its_speedup_and_what_failed_has_none():
     assert len(bars_of(svg)) == 2
     assert "8 x 131,072" in svg
     assert "402 slots" in svg
+
+
+def cells(table):
+    """The cells of a table's rows, without its header."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+
+def test_shapes_are_taken_apart_and_put_in_order(monkeypatch):
+    rows = [{"shape": shape, "slots": 7.0} for shape in ("32,8,128,64,400", "16,8,64,64,400", "16,8,128,96,400")]
+    rows.append({"shape": "16,8,128,64,flat"})
+    monkeypatch.setattr(performance_rows, "results", lambda name: {"rows": rows})
+    found = performance_rows.forward_rows("a run")
+    assert [row["shape"] for row in found] == [
+        "16,8,128,64,flat",
+        "16,8,128,96,400",
+        "16,8,64,64,400",
+        "32,8,128,64,400",
+    ]
+    assert [row["requested_slots"] for row in found] == [None, 400, 400, 400]
+    assert (found[2]["num_heads"], found[2]["num_kv_heads"], found[2]["head_dim"], found[2]["seqlen"]) == (
+        16,
+        8,
+        64,
+        64,
+    )
+
+
+def test_the_forward_shows_what_came_out_and_how_much_faster_it_is(monkeypatch):
+    row = {"slots": 389.4, "fused": 0.25, "int8": 0.5, "tau0": 0.375, "sdpa_cudnn": 0.4}
+    rows = [{"shape": "16,8,128,8192,400", **row}, {"shape": "16,8,64,8192,400", **row}]
+    monkeypatch.setattr(performance_rows, "results", lambda name: {"discovery_growth_h200": {"rows": rows}}[name])
+    line = ["8,192", "389", "0.250", "0.500", "0.375", "0.400", "1.60x", "0.80x"]
+    assert cells(performance_tables.forward()) == [line]
+    assert cells(performance_tables.forward_shapes())[1] == [line[0], "16 / 8", "64", *line[1:]]
+
+
+def test_a_step_that_loses_says_so(monkeypatch):
+    times = {"mala_auto": 1.6, "mala": 2.5, "sdpa_cudnn": 2.0, "fa4": 1.8}
+    row = {name: {"forward_and_backward_ms": time, "step_peak_bytes": 3 * 2**20} for name, time in times.items()}
+    row |= {"seqlen": 8192, "key_slots_per_query": 389.0, "support_bytes": 2048}
+    monkeypatch.setattr(performance_tables, "results", lambda name: {"operator_backward_h200": {"rows": [row]}}[name])
+    assert cells(performance_tables.steps()) == [
+        ["8,192", "389", "1.60", "2.50", "2.00", "1.80", "1.25x", "0.80x", "1.12x", "0.72x", "3", "3", "3", "2"]
+    ]
 
 
 def test_there_is_a_figure_of_every_stored_result_and_the_page_shows_it():

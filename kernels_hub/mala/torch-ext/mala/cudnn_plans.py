@@ -2,7 +2,7 @@
 """Whether a dense call is worth cuDNN's plan for its shape.
 
 At short lengths and head dims below 128 cuDNN is faster than MALA's own loop (``dense.py``) once it has a plan for a shape, and builds
-one in about 38 ms, several hundred times as long as a short call takes (results/forward_all_tiles_h200.json). Prompts of every length
+one in about 38 ms, several hundred times as long as a short call takes (results/cudnn_plans_h200.json). Prompts of every length
 would pay that every time. So a shape earns its plan: MALA's own kernel computes it until what cuDNN would have saved adds up to what a
 plan costs.
 
