@@ -1,32 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scripts that time forms beside one another share: rows until the time is over, and switches of forms not chosen yet."""
+"""What the scripts that time forms beside one another share: rows until the time is over."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import triton
-
-
-@contextmanager
-def switched(values: dict[tuple[ModuleType, str], bool]) -> Iterator[None]:
-    """Attributes of modules set to these values, and as they were afterwards."""
-    shipped = {(module, name): getattr(module, name) for module, name in values}
-    try:
-        for (module, name), value in values.items():
-            setattr(module, name, value)
-        yield
-    finally:
-        for (module, name), value in shipped.items():
-            setattr(module, name, value)
 
 
 def run_rows(description: str | None, rows: Sequence[Any], seconds: float, measured: Callable[[Any], dict]) -> None:

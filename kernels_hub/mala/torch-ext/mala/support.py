@@ -53,8 +53,9 @@ def next_bit(words, place, word):
 
 
 @triton.jit
-def previous_bit(words, lanes, place, word):
-    """As :func:`next_bit` from the highest bit down; it starts with place = WORDS, word = 0. ``lanes``: 0 to WORDS - 1."""
+def previous_bit(words, place, word):
+    """As :func:`next_bit` from the highest bit down; it starts with place = WORDS, word = 0."""
+    lanes = tl.arange(0, WORDS)
     earlier = tl.max(tl.where((words != 0) & (lanes < place), lanes, -1), 0)
     place = tl.where(word == 0, earlier, place)
     word = tl.where(word == 0, tl.sum(tl.where(lanes == earlier, words, 0), 0), word)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .rule import FORWARD_SLACK, is_tile_retained, largest_of_rows, limit_of, online_softmax_step
-from .support import WORDS, load_words, previous_bit, set_bit
+from .support import load_words, previous_bit, set_bit
 from .tile_steps import allocate, legal_pairs, load_tile, score_tile
 
 
@@ -57,7 +57,7 @@ def walk_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, walked_base, 
         place = 32
         word = 0
         for _ in tl.range(0, count):
-            bit, place, word = previous_bit(words, tl.arange(0, WORDS), place, word)
+            bit, place, word = previous_bit(words, place, word)
             index = first_word * 32 + bit
             start_n = index * BLOCK_N
             scores = score_tile(q_tile, k, k_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_ks, scale_log2, softcap_log2,
