@@ -25,7 +25,8 @@ FORMS = ("single", "two_pass", "int8_two_pass", "split")
 MAX_TOKENS = 64  # new tokens of a sequence
 # bytes of all keys of a call; below, two passes are slower than one over all values (results/decode_forms_h200.json)
 SHORT_BYTES = 32 << 20
-MAX_TWO_PASS_FRACTION = 0.7  # of the tiles, retained: beyond, one pass over all values is faster (the same file)
+# of the tiles, retained: beyond, one pass over all values is faster, on a line between the same file's peaked and flat times at 128K
+MAX_TWO_PASS_FRACTION = 0.7
 CPU_SPLITS = 4  # where there is no GPU to fill
 
 
@@ -100,8 +101,7 @@ def _dense_reason(call: Call, k: Tensor) -> str:
 def _flat_reason(call: Call, q: Tensor, k: Tensor) -> str:
     """Why two passes would read nearly all values after all, as a look at this layer's scores found; empty where they would not.
 
-    A look is taken at every 61st step of a layer, between two powers of two of its length, and waits for the device; a CUDA graph goes
-    the way that the last one found.
+    A look waits for the device. It is taken as ``choice_memory.py`` says, and a CUDA graph goes the way that the last one found.
     """
     if torch.compiler.is_compiling() or call.sequences.bounds is not None or not is_measured(q.device):
         return ""

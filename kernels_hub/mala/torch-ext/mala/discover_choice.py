@@ -24,7 +24,8 @@ from .work import Choice
 # measured on an H200 (docs/performance.md); elsewhere nothing is known, so only lengths are looked at
 SHORT = 2048  # keys; below, nothing that can be skipped pays for looking at it
 MIN_LOOK = 16384  # queries and keys; below, a look takes longer than it could save in that call
-# head_dim: share of the tiles, retained, beyond which walking the candidates costs more than INT8 scores save
+# head_dim: share of the tiles, retained, beyond which walking the candidates costs more than INT8 scores save (by
+# the slopes between rows of results/discovery_growth_h200.json; at 64 from 32,768 keys only)
 MAX_INT8_FRACTION = {64: 0.06, 128: 0.12}
 MAX_FUSED_FRACTION = 0.6  # beyond, a dense kernel is faster
 MIN_SPLIT = 32768  # queries and keys; below, heads stay together, and one look serves many calls
