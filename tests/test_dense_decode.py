@@ -137,10 +137,10 @@ def test_splits_that_retain_all_have_the_tiles_of_those_that_test():
         assert launch.block_n == DECODE_LAUNCH_16BIT[dim].block_n
 
 
-def test_flat_scores_make_later_steps_dense_until_the_next_look(monkeypatch):
+def test_flat_scores_make_later_steps_dense_until_the_next_look(monkeypatch, device):
     monkeypatch.setattr(decode_choice, "is_measured", lambda device: True)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, n, h, 32, generator=generator) for n, h in ((1, 4), (300, 2), (300, 2)))
+    q, k, v = (torch.randn(1, n, h, 32, generator=generator).to(device) for n, h in ((1, 4), (300, 2), (300, 2)))
     looks = []
     look = discover_probe.sampled_counts
     monkeypatch.setattr(discover_probe, "sampled_counts", lambda *call: looks.append(1) or look(*call))

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import hypothesis
 import pytest
 import torch
 from calls import NAN, Call, build
-from decode_truth import DECODE, SPLITS, assert_decode
+from decode_truth import DECODE, SPLITS, assert_decode, at_lowered_limits, reference
 from helpers import RETAINED, SKIPPED
 from hypothesis import strategies as st
 from inputs import FAMILIES, Case, ids
@@ -64,6 +65,26 @@ def test_every_case_gives_the_definitions_tiles_and_values(case, impl, device):
 def test_every_case_gives_the_definitions_tiles_and_values_in_16_bit(case, dtype, device):
     call = with_plane(build(case, dtype, device=device))
     assert_decode(call, FORM, *run(call, "triton"))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_tile_within_the_slack_of_its_limit_is_retained_and_one_beyond_it_is_not(impl, device):
+    """In float16 two tiles lie 0.00011 and 0.00007 nats below their limits; with twice the slack more, both are skipped."""
+    call = with_plane(build(DECODE.with_(family="near_threshold", seqlen_q=2), torch.float16, device))
+    _, lse, tiles, _ = reference(call, FORM)
+    skipped = tiles == SKIPPED
+    assert skipped[:, ::2].sum() == 2  # of each KV head one
+    found = run(call, impl)
+    assert (found[2].tiles[skipped] == RETAINED).all()
+    assert assert_decode(call, FORM, *found) == 0
+    slack = call.options["tau"] / at_lowered_limits(call, lse).options["tau"]
+    beyond = call.with_(tau=call.options["tau"] * slack**2)
+    found = run(beyond, impl)
+    assert (found[2].tiles[skipped] == SKIPPED).all()
+    assert assert_decode(beyond, FORM, *found) == 4
+    wrong = dataclasses.replace(found[2], tiles=torch.where(skipped, RETAINED, found[2].tiles))
+    with pytest.raises(AssertionError, match=call.case.id):
+        assert_decode(beyond, FORM, *found[:2], wrong)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
