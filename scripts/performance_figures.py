@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from performance_rows import main_rows
+from performance_rows import operator_rows, peer_rows, share_flat
+from performance_tables import BACKWARD
 from stored_results import results
 from training_figure import OTHERS, text_at, ticks
 
@@ -17,7 +18,12 @@ GAP = 0.25  # of a row's place, left free
 YARDSTICK = "sdpa_cudnn"
 # figure -> its columns, each with its name
 FIGURES = {
-    "forward": {"mala": "MALA", "mala_int8": "INT8 discovery", "mala_tau0": "tau 0"},
+    "forward": {
+        "mala_auto": "MALA",
+        "mala_tau0": "tau 0",
+        "fa4": "FlashAttention-4",
+        "flash_sparse": "flash-sparse-attn",
+    },
     "backward": {
         "mala": "MALA",
         "mala_state_only": "state-only",
@@ -25,14 +31,13 @@ FIGURES = {
         "sdpa_flash": "FlashAttention-2",
     },
     "decode": {
-        "two_pass": "two-pass",
+        "auto": "MALA",
         "mala_int8": "INT8 plane",
+        "two_pass": "two-pass",
         "split": "split",
-        "single": "single",
         "sdpa_flash": "FlashAttention-2",
     },
 }
-FORWARD = {"mala": "fused", "mala_int8": "int8", "mala_tau0": "tau0", YARDSTICK: YARDSTICK}  # column -> in its file
 Row = dict[str, Any]
 
 
@@ -44,13 +49,13 @@ def speedups(row: Row, names: dict[str, str]) -> list[float | None]:
 
 def labels(row: Row) -> list[str]:
     """The lines below a row's place: what it is, and how much of it is retained."""
-    if "seqlen" in row:
-        return [f"{row['seqlen']:,}", f"{row['key_slots_per_query']:,.0f} slots"]
-    size = f"{row['batch']} x {row['context']:,}"
+    forward = "seqlen" in row
+    retained = row if forward else row["two_pass"]
+    is_main = (row["num_heads"], row["head_dim"]) == (16, 128)
     return [
-        size,
-        f"{row['num_heads']}/{row['num_kv_heads']} heads",
-        f"{row['two_pass']['key_slots_per_query']:,.0f} slots",
+        f"{row['seqlen']:,}" if forward else f"{row['batch']} x {row['context']:,}",
+        "flat" if share_flat(row) == 1 else f"{retained['key_slots_per_query']:,.0f} slots",
+        *([] if is_main else [f"{row['num_heads']}/{row['num_kv_heads']} of {row['head_dim']}"]),
     ]
 
 
@@ -88,23 +93,11 @@ def speedup_svg(rows: list[Row], names: dict[str, str]) -> str:
     )
 
 
-def rows_of_forward() -> list[Row]:
-    """The rows of the forward's table in the form of the others."""
-    return [
-        {
-            "seqlen": row["seqlen"],
-            "key_slots_per_query": row["slots"],
-            **{column: {"median_ms": row[name]} for column, name in FORWARD.items()},
-        }
-        for row in main_rows()
-    ]
-
-
 def performance_figures() -> dict[str, str]:
     """Every figure, by its name."""
     rows = {
-        "forward": rows_of_forward(),
-        "backward": results("operator_backward_h200")["rows"],
+        "forward": peer_rows(),
+        "backward": operator_rows(*BACKWARD),
         "decode": results("decode_h200")["rows"],
     }
     return {name: speedup_svg(rows[name], columns) for name, columns in FIGURES.items()}

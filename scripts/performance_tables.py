@@ -5,74 +5,78 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from performance_rows import Row, forward_rows, heads, main_rows
-from stored_results import results, table
+from performance_rows import Row, heads, milliseconds, operator_rows, peer_rows, slots, times_faster
+from stored_results import table
 
-BACKWARD = "operator_backward_h200"
-START = ["tokens", "retained slots per query"]
+BACKWARD = ("operator_backward_h200", "operator_backward_more_h200")
 DENSE = {"sdpa_cudnn": "cuDNN", "sdpa_flash": "FlashAttention-2", "fa4": "FlashAttention-4"}
-TIMES = {"fused": "MALA, ms", "int8": "INT8 discovery", "tau0": "tau 0", "sdpa_cudnn": "cuDNN"}
+SHAPE = ["tokens", "heads", "head_dim", "retained slots"]
+OURS = {"mala_auto": '"auto", ms', "mala": "fused", "mala_int8": "INT8 discovery", "mala_tau0": "tau 0"}
 
 
-def forward_cells(row: Row) -> list[str]:
-    """Retained slots, times, and speedups over cuDNN."""
-    return [
-        f"{row['slots']:,.0f}",
-        *(f"{row[name]:.3f}" for name in TIMES),
-        *(f"{row['sdpa_cudnn'] / row[name]:.2f}x" for name in ("fused", "int8")),
-    ]
+def shape(row: Row) -> list[str]:
+    """The cells below SHAPE."""
+    return [f"{row['seqlen']:,}", heads(row), str(row["head_dim"]), slots(row)]
 
 
 def forward() -> str:
-    """Forward times at the main shape: MALA at tau = 1, with discovery in INT8, its own full attention (tau = 0), and cuDNN's."""
-    header = [*START, *TIMES.values(), "speedup over cuDNN", "with INT8 discovery"]
-    return table(header, [[f"{row['seqlen']:,}", *forward_cells(row)] for row in main_rows()])
-
-
-def forward_shapes() -> str:
-    """The same columns for every shape that was measured."""
-    header = ["tokens", "heads", "head_dim", "retained slots", *TIMES.values(), "over cuDNN", "with INT8"]
+    """Forward times of the default call at the main shape, beside the two fastest dense kernels."""
+    columns = {"mala_auto": "MALA, ms", "sdpa_cudnn": "cuDNN", "fa4": "FlashAttention-4"}
+    header = ["tokens", "retained slots per query", *columns.values(), "over cuDNN", "over FlashAttention-4"]
     rows = [
-        [f"{row['seqlen']:,}", heads(row), str(row["head_dim"]), *forward_cells(row)]
-        for row in forward_rows("discovery_growth_h200")
+        [
+            f"{row['seqlen']:,}",
+            slots(row),
+            *(milliseconds(row, name) for name in columns),
+            *(times_faster(row, "mala_auto", other) for other in ("sdpa_cudnn", "fa4")),
+        ]
+        for row in peer_rows()
     ]
     return table(header, rows)
 
 
 def forward_peers() -> str:
-    """The forward at 131,072 tokens beside the attention packages that can be installed."""
-    columns = {
-        "mala": "MALA, ms",
-        "mala_int8": "INT8 discovery",
-        "mala_tau0": "tau 0",
-        "sdpa_cudnn": "cuDNN",
-        "sdpa_flash": "FlashAttention-2",
-        "fa4": "FlashAttention-4",
-        "flash_sparse": "flash-sparse-attn",
-    }
-    ratios = [(over, ours) for ours in ("mala_int8", "mala_tau0") for over in ("sdpa_cudnn", "fa4")]
-    header = ["heads", "head_dim", "retained slots", *columns.values(), "INT8 over cuDNN", "over FlashAttention-4"]
-    header += ["tau 0 over cuDNN", "over FlashAttention-4", "peak MiB, INT8", "cuDNN"]
+    """Every way of the forward beside the attention packages that can be installed."""
+    columns = {**OURS, "sdpa_cudnn": "cuDNN", "fa4": "FlashAttention-4", "flash_sparse": "flash-sparse-attn"}
+    header = [*SHAPE, *columns.values(), '"auto" over cuDNN', "over FlashAttention-4", "tau 0 over FlashAttention-4"]
+    header += ['peak MiB, "auto"', "cuDNN"]
+    ratios = (("mala_auto", "sdpa_cudnn"), ("mala_auto", "fa4"), ("mala_tau0", "fa4"))
     rows = [
         [
-            heads(row),
-            str(row["head_dim"]),
-            f"{row['slots']:,}" if "slots" in row else f"about {row['requested_slots']:,}",
-            *(f"{row[f'{name}_ms']:.1f}" for name in columns),
-            *(f"{row[f'{over}_ms'] / row[f'{ours}_ms']:.2f}x" for over, ours in ratios),
-            *(f"{row[f'{name}_mib']:,.0f}" for name in ("mala_int8", "sdpa_cudnn")),
+            *shape(row),
+            *(milliseconds(row, name) for name in columns),
+            *(times_faster(row, ours, other) for ours, other in ratios),
+            *(f"{row[name]['peak_bytes'] / 2**20:,.0f}" for name in ("mala_auto", "sdpa_cudnn")),
         ]
-        for row in results("forward_peers_h200")["rows"]
+        for row in operator_rows("operator_peers_h200")
+    ]
+    return table(header, rows)
+
+
+def forward_shapes() -> str:
+    """Every kind of row beside the kernels that come with torch, on the device and started one by one from the host."""
+    columns = {**OURS, "sdpa_cudnn": "cuDNN", "sdpa_flash": "FlashAttention-2", "flex": "FlexAttention"}
+    header = [*SHAPE, *columns.values(), '"auto" over the best dense', 'eager: "auto", ms', "best dense", "over it"]
+    rows = [
+        [
+            *shape(row),
+            *(milliseconds(row, name) for name in columns),
+            times_faster(row, "mala_auto", row["best_dense"]),
+            *(milliseconds(row, name, "eager_ms") for name in ("mala_auto", row["best_dense"])),
+            times_faster(row, "mala_auto", row["best_dense"], "eager_ms"),
+        ]
+        for row in operator_rows("operator_h200")
     ]
     return table(header, rows)
 
 
 FORMS = {"mala_auto": "MALA, ms", "mala": "support saved"}  # the default call, and save_support=True
+START = ["tokens", "head_dim", "retained slots per query"]
 
 
 def start(row: Row) -> list[str]:
-    """The first two cells of a row of the backward."""
-    return [f"{row['seqlen']:,}", f"{row['key_slots_per_query']:,.0f}"]
+    """The first cells of a row of the backward."""
+    return [f"{row['seqlen']:,}", str(row["head_dim"]), slots(row)]
 
 
 def speedup_names(second: str) -> list[str]:
@@ -82,7 +86,7 @@ def speedup_names(second: str) -> list[str]:
 
 def speedups(row: Row, forms: Iterable[str], key: str, digits: int) -> list[str]:
     """How many times faster each form is than cuDNN, and then than FlashAttention-4."""
-    return [f"{row[over][key] / row[form][key]:.{digits}f}x" for over in ("sdpa_cudnn", "fa4") for form in forms]
+    return [times_faster(row, form, over, key, digits) for over in ("sdpa_cudnn", "fa4") for form in forms]
 
 
 def backward() -> str:
@@ -92,10 +96,10 @@ def backward() -> str:
     rows = [
         [
             *start(row),
-            *(f"{row[name]['median_ms']:.3f}" for name in (*forms, *DENSE)),
+            *(milliseconds(row, name) for name in (*forms, *DENSE)),
             *speedups(row, forms, "median_ms", 1),
         ]
-        for row in results(BACKWARD)["rows"]
+        for row in operator_rows(*BACKWARD)
     ]
     return table(header, rows)
 
@@ -105,8 +109,8 @@ def backward_eager() -> str:
     columns = {**FORMS, "mala_state_only": "state-only", **DENSE}
     header = [*START, *columns.values(), *speedup_names("support saved")]
     rows = [
-        [*start(row), *(f"{row[name]['eager_ms']:.3f}" for name in columns), *speedups(row, FORMS, "eager_ms", 1)]
-        for row in results(BACKWARD)["rows"]
+        [*start(row), *(milliseconds(row, name, "eager_ms") for name in columns), *speedups(row, FORMS, "eager_ms", 1)]
+        for row in operator_rows(*BACKWARD)
     ]
     return table(header, rows)
 
@@ -120,12 +124,12 @@ def steps() -> str:
     rows = [
         [
             *start(row),
-            *(f"{row[name][key]:.2f}" for name in (*FORMS, *dense)),
+            *(milliseconds(row, name, key) for name in (*FORMS, *dense)),
             *speedups(row, FORMS, key, 2),
             *(f"{row[name]['step_peak_bytes'] / 2**20:,.0f}" for name in ("mala_auto", *dense)),
             f"{row['support_bytes'] / 2**10:,.0f}",
         ]
-        for row in results(BACKWARD)["rows"]
+        for row in operator_rows(*BACKWARD)
     ]
     return table(header, rows)
 

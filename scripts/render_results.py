@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import evaluation_tables
-from all_tiles_table import all_tiles
 from decode_table import decode
 from evaluation_figures import evaluation_figures
 from method_study_tables import METHOD_STUDY_TABLES, recall_figures
@@ -23,6 +22,7 @@ from reliability_tables import RELIABILITY_TABLES
 from stored_results import ROOT, results, table
 from study_figures import study_figures
 from study_tables import STUDY_TABLES
+from targets_table import targets
 from tensor_parallel_tables import tensor_parallel, tensor_parallel_step
 from training_figure import differences, training_svg
 from training_study_tables import TRAINING_STUDY_TABLES, training_study_figures
@@ -144,7 +144,7 @@ TABLES = {
     **PERFORMANCE_TABLES,
     "gradients": gradients,
     "decode": decode,
-    "all_tiles": all_tiles,
+    "targets": targets,
     "tensor_parallel": tensor_parallel,
     "tensor_parallel_step": tensor_parallel_step,
     "blockwise": blockwise,

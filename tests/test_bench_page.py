@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the decode shows what its file says."""
+"""The tables and figures of the benchmark show what their files say."""
 
 import sys
 from xml.etree import ElementTree
@@ -14,6 +14,7 @@ import performance_figures
 import performance_rows
 import performance_tables
 import render_results
+import targets_table
 
 
 def column(median_ms, **more):
@@ -24,9 +25,13 @@ ROW = {
     "batch": 8,
     "num_heads": 16,
     "num_kv_heads": 8,
+    "head_dim": 128,
     "context": 131072,
     "flat_heads": 0,
-    "two_pass": column(0.5, key_slots_per_query=401.6, speedup_over_cudnn=1.8, speedup_over_flash=1.9),
+    "captured": None,
+    "auto": column(0.45),
+    "two_pass": column(0.5, key_slots_per_query=401.6),
+    "mala_int8": column(0.3, eager_ms=0.31, gb_s=2000.0, of_copy=0.5),
     "split": column(0.6),
     "single": column(3.25),
     "sdpa_cudnn": column(0.9, of_copy=0.9),
@@ -46,10 +51,10 @@ def test_each_row_is_a_line_in_microseconds_with_what_failed_left_empty(stored):
     assert "4,012 GB/s" in lines[0]
     assert lines[2].count("|") == lines[4].count("|") == lines[5].count("|")
     assert [cell.strip() for cell in lines[4].split("|")[1:-1]] == [
-        "8 x 131,072", "16 / 8", "402", "500.0", "600.0", "3,250.0", "900.0", "950.0", "1.80x", "1.90x", "3,000", "75 %", "90 %",
-        "200.0", "200.0",
+        "8 x 131,072", "16 / 8", "402", "450.0", "500.0", "300.0", "600.0", "3,250.0", "900.0", "950.0", "2.00x", "2.11x", "3.00x",
+        "3.17x", "3,000", "75 %", "2,000", "50 %", "3,000", "90 %", "200", "310", "200",
     ]  # fmt: skip
-    assert "| 131,072 (flat) | 1,000.0 | 600.0 | 3,250.0 | - | 950.0 | - | - |" in lines[5]
+    assert "| 131,072 (flat) | 450.0 | 1,000.0 | 300.0 | 600.0 | 3,250.0 | - | 950.0 | - | 2.11x |" in lines[5]
 
 
 def test_a_marked_page_gets_the_table(stored):
@@ -71,8 +76,7 @@ def test_a_bar_is_as_high_as_its_speedup_and_what_failed_has_none():
     assert high / low == pytest.approx((0.9 / 0.5) / (0.9 / 3.25), rel=0.01)
     svg = performance_figures.speedup_svg([ROW, FLAT], names)
     assert len(bars_of(svg)) == 2
-    assert "8 x 131,072" in svg
-    assert "402 slots" in svg
+    assert all(label in svg for label in ("8 x 131,072", "402 slots", ">flat<"))
 
 
 def cells(table):
@@ -80,48 +84,79 @@ def cells(table):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
 
-def test_shapes_are_taken_apart_and_put_in_order(monkeypatch):
-    rows = [{"shape": shape, "slots": 7.0} for shape in ("32,8,128,64,400", "16,8,64,64,400", "16,8,128,96,400")]
-    rows.append({"shape": "16,8,128,64,flat"})
-    monkeypatch.setattr(performance_rows, "results", lambda name: {"rows": rows})
-    found = performance_rows.forward_rows("a run")
-    assert [row["shape"] for row in found] == [
-        "16,8,128,64,flat",
-        "16,8,128,96,400",
-        "16,8,64,64,400",
-        "32,8,128,64,400",
+def operator_row(seqlen, slots, times, **more):
+    """A row of bench_operator.py with a time in ms for each column."""
+    found = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "seqlen": seqlen, "key_slots_per_query": slots}
+    found |= {"flat_heads": 0, "captured": None, "requested_slots": 400, "best_dense": "fa4"}
+    return found | {name: {"median_ms": time, "peak_bytes": 2**21} for name, time in times.items()} | more
+
+
+TIMES = {"mala_auto": 0.25, "mala": 0.375, "mala_int8": 0.5, "mala_tau0": 0.4, "sdpa_cudnn": 0.5, "fa4": 0.2}
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    rows = [
+        operator_row(512, 320.0, TIMES, flat_heads=16),
+        operator_row(8192, 389.4, TIMES),
+        operator_row(8192, 4000.0, TIMES, flat_heads=4),
+        operator_row(2048, 871.0, TIMES, captured="a file"),
+        operator_row(4096, 7.0, TIMES | {"fa4": 12.34}, head_dim=64),
     ]
-    assert [row["requested_slots"] for row in found] == [None, 400, 400, 400]
-    assert (found[2]["num_heads"], found[2]["num_kv_heads"], found[2]["head_dim"], found[2]["seqlen"]) == (
-        16,
-        8,
-        64,
-        64,
-    )
+    monkeypatch.setattr(performance_rows, "results", lambda name: {"operator_peers_h200": {"rows": rows}}[name])
 
 
-def test_the_forward_shows_what_came_out_and_how_much_faster_it_is(monkeypatch):
-    row = {"slots": 389.4, "fused": 0.25, "int8": 0.5, "tau0": 0.375, "sdpa_cudnn": 0.4}
-    rows = [{"shape": "16,8,128,8192,400", **row}, {"shape": "16,8,64,8192,400", **row}]
-    monkeypatch.setattr(performance_rows, "results", lambda name: {"discovery_growth_h200": {"rows": rows}}[name])
-    line = ["8,192", "389", "0.250", "0.500", "0.375", "0.400", "1.60x", "0.80x"]
-    assert cells(performance_tables.forward()) == [line]
-    assert cells(performance_tables.forward_shapes())[1] == [line[0], "16 / 8", "64", *line[1:]]
+def test_the_forward_shows_what_inputs_were_and_where_it_loses(peers):
+    times = ["0.250", "0.500", "0.200", "2.00x", "0.80x"]
+    assert cells(performance_tables.forward()) == [
+        ["8,192", "389", *times],
+        ["8,192", "4,000 (4 heads flat)", *times],
+        ["512", "320 (flat)", *times],
+        ["2,048", "871 (captured)", *times],
+    ]
+
+
+def test_other_shapes_come_after_the_main_one_and_a_column_that_failed_is_empty(peers):
+    found = cells(performance_tables.forward_peers())
+    assert [line[:4] for line in found[:2]] == [["8,192", "16 / 8", "128", "389"], ["4,096", "16 / 8", "64", "7"]]
+    assert found[1][4:] == [
+        "0.250",
+        "0.375",
+        "0.500",
+        "0.400",
+        "0.500",
+        "12.3",
+        "-",
+        "2.00x",
+        "49.36x",
+        "30.85x",
+        "2",
+        "2",
+    ]
+
+
+def test_a_target_is_held_by_its_worst_row_and_needs_one():
+    assert targets_table.line("x", 0.95, [1.2, 0.94]) == ["x", "0.95x", "0.94x", "**below**"]
+    assert targets_table.line("x", 0.95, [1.2, 0.95])[-1] == "holds"
+    with pytest.raises(ValueError, match="empty"):
+        targets_table.line("x", 0.95, [])
 
 
 def test_a_step_that_loses_says_so(monkeypatch):
     times = {"mala_auto": 1.6, "mala": 2.5, "sdpa_cudnn": 2.0, "fa4": 1.8}
     row = {name: {"forward_and_backward_ms": time, "step_peak_bytes": 3 * 2**20} for name, time in times.items()}
-    row |= {"seqlen": 8192, "key_slots_per_query": 389.0, "support_bytes": 2048}
-    monkeypatch.setattr(performance_tables, "results", lambda name: {"operator_backward_h200": {"rows": [row]}}[name])
+    row = operator_row(8192, 389.0, {}, support_bytes=2048) | row
+    monkeypatch.setattr(
+        performance_rows, "results", lambda name: {"rows": [row] if name == "operator_backward_h200" else []}
+    )
     assert cells(performance_tables.steps()) == [
-        ["8,192", "389", "1.60", "2.50", "2.00", "1.80", "1.25x", "0.80x", "1.12x", "0.72x", "3", "3", "3", "2"]
-    ]
+        ["8,192", "128", "389", "1.600", "2.500", "2.000", "1.800", "1.25x", "0.80x", "1.12x", "0.72x", "3", "3", "3", "2"]
+    ]  # fmt: skip
 
 
 def test_there_is_a_figure_of_every_stored_result_and_the_page_shows_it():
     page = (ROOT / "docs" / "performance.md").read_text("utf-8")
     found = performance_figures.performance_figures()
-    assert {"forward", "backward"} <= set(found)
-    for name in ("forward", "backward"):
+    assert set(found) == {"forward", "backward", "decode"}
+    for name in found:
         assert f"(performance/{name}.svg)" in page
