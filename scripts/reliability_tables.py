@@ -51,12 +51,16 @@ def reliability_gpu() -> str:
 
 
 def sanitizer() -> str:
-    """What compute-sanitizer found, by tool."""
+    """What compute-sanitizer found, by tool and family of kernels."""
     found = _stored("sanitizer_h200", "python scripts/sanitize.py results/sanitizer_h200.json --logs LOGS")
     if isinstance(found, str):
         return found
-    rows = [[row["tool"], str(row["calls"]), "none" if row["ok"] else str(row["errors"])] for row in found["rows"]]
-    return table(["tool", "calls", "errors"], rows)
+    said = {True: "nothing found", False: "**reported**", None: "reported, not judged"}
+    rows = [
+        [row["tool"], row["kernels of"], row["family"], str(row["launches"]), str(row["errors"]), said[row["ok"]]]
+        for row in found["rows"]
+    ]
+    return f"{found['sanitizer']}\n\n" + table(["tool", "kernels", "family", "launches", "reports", "verdict"], rows)
 
 
 RELIABILITY_TABLES = {

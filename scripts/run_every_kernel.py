@@ -3,6 +3,7 @@
 
 python scripts/run_every_kernel.py                       # all calls; prints JSON: launches of each kernel
 python scripts/run_every_kernel.py --only "decode split"
+python scripts/run_every_kernel.py --portable            # none of Hopper's kernels, tensors through pointers
 python scripts/run_every_kernel.py --list
 
 On the CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1), in float16; Hopper's own need a Hopper GPU.
@@ -70,6 +71,18 @@ def counted_launches() -> Iterator[Counter]:
         CachedKernel.launch = launch  # type: ignore[method-assign]
         for module, name, kernel in kernels:
             setattr(module, name, kernel)
+
+
+def portable_only() -> None:
+    """From here on calls run the kernels that every GPU has, and read their tensors through pointers."""
+    for name in ("backward", "forward", "forward_hopper_launch", "discover"):
+        try:
+            module = importlib.import_module(f"mala_hf.ops.{name}")
+        except ImportError:  # Hopper's needs a Triton that has Gluon
+            continue
+        for switch, value in (("has_tma", lambda x: False), ("HAS_GLUON_FOR_HOPPER", False)):
+            if hasattr(module, switch):
+                setattr(module, switch, value)
 
 
 class Inputs:
@@ -240,6 +253,7 @@ def main() -> None:
     """Run the calls, print the launches."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=CALLS, help="this call; may be given more than once")
+    parser.add_argument("--portable", action="store_true", help="none of Hopper's kernels, tensors through pointers")
     parser.add_argument("--list", action="store_true", help="print the names of the calls and stop")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
@@ -251,6 +265,8 @@ def main() -> None:
     names = options.only or list(CALLS)
     if dtype == "float32":  # INT8 discovery takes 16-bit inputs
         names = [name for name in names if not name.startswith("INT8")]
+    if options.portable:
+        portable_only()
     counts = run_calls(names, options.device, getattr(torch, dtype))
     if options.device != "cpu":
         torch.cuda.synchronize()

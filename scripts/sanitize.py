@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA's compute-sanitizer over every kernel: memcheck, racecheck and initcheck; a summary as JSON.
+"""NVIDIA's compute-sanitizer over every kernel: memcheck, racecheck, initcheck and synccheck; a summary by family of kernels as JSON.
 
 python scripts/sanitize.py results/sanitizer_h200.json --logs LOGS
 python scripts/sanitize.py sanitizer.json --logs LOGS --tool memcheck --only "decode, split"   # a part
 python scripts/sanitize.py sanitizer.json --logs LOGS --each   # a process for each call: says which call, takes longer
 
-Needs a GPU and the CUDA toolkit's compute-sanitizer: on the PATH, under CUDA_HOME or /usr/local/cuda, or named by COMPUTE_SANITIZER.
+Needs a GPU and compute-sanitizer: on the PATH, under CUDA_HOME or /usr/local/cuda, or named by COMPUTE_SANITIZER. The CUDA toolkit has
+it, and the Python package nvidia-cuda-sanitizer-api a newer one. racecheck runs twice: over the portable kernels with tensors read
+through pointers, where each access to shared memory is one of a thread, and over the kernels that are shipped.
+
 The calls of scripts/run_every_kernel.py run once without the tool first, so that compilation is not what is watched. Memory comes
-straight from CUDA, not from torch's cache, so that a step beyond a tensor is one beyond an allocation.
+straight from CUDA, not from torch's cache, so that a step beyond a tensor is one beyond an allocation. Two minutes on one H200.
 """
 
 from __future__ import annotations
@@ -23,21 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from run_every_kernel import CALLS
+from sanitizer_log import EXIT_CODE, verdicts
 from stored_results import ROOT, as_text
 
-TOOLS = ("memcheck", "racecheck", "initcheck")
-EXIT_CODE = 86  # what the sanitizer is told to end with where it found something
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SHIPPED, PORTABLE = "as shipped", "portable, pointers"
 DRIVER = ROOT / "scripts" / "run_every_kernel.py"
-SUMMARIES = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
-# a frame of one of ours; PyTorch's own kernels are no part of this
-OURS = re.compile(r"^=+ +at .*?\b(\w+_kernel)\b", re.MULTILINE)
-NOT_WATCHED = (
-    "not supported",
-    "Unable to find",
-    "failed to initialize",
-    "InitializationError",
-    "No attachable process",
-)
 
 
 def sanitizer() -> str | None:
@@ -51,37 +45,41 @@ def sanitizer() -> str | None:
     )
 
 
-def verdict(code: int, log: str) -> dict[str, Any]:
-    """What a log says: ``errors`` found by the tool, and the ``kernels`` of ours that they lie in; ``ok`` where there are none.
-
-    A log without a summary, or a driver that failed by itself, is no verdict and not ok.
-    """
-    counts = [int(first or second) for first, second in SUMMARIES.findall(log)]
-    watched = bool(counts) and not any(text in log for text in NOT_WATCHED)
-    errors = sum(counts) if watched else None
-    return {"ok": watched and errors == 0 and code == 0, "errors": errors, "kernels": sorted(set(OURS.findall(log)))}
+def version_of(program: str) -> tuple[str, tuple[int, ...]]:
+    """As it prints it, and its year and number."""
+    text = subprocess.run([program, "--version"], capture_output=True, text=True).stdout.strip().split("\n")[-1]
+    numbers = re.search(r"(\d{4})\.(\d+)", text)
+    return text, (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
-def driver_of(calls: list[str]) -> list[str]:
+def driver_of(calls: list[str], way: str = SHIPPED) -> list[str]:
     """The command that runs these calls."""
-    return [sys.executable, str(DRIVER), *(word for call in calls for word in ("--only", call))]
+    only = [word for call in calls for word in ("--only", call)]
+    return [sys.executable, str(DRIVER), *only, *(["--portable"] if way == PORTABLE else [])]
 
 
-def watch(tool: str, calls: list[str], program: str, folder: Path, limit: float) -> dict[str, Any]:
-    """Run some calls under one tool."""
-    name = calls[0] if len(calls) == 1 else f"{len(calls)} calls"
+def watch(tool: str, way: str, calls: list[str], program: str, folder: Path, limit: float) -> tuple[int, str]:
+    """Run some calls under one tool: its exit code and log, which is kept whole in ``folder``."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    options = ["--tool", tool, "--error-exitcode", str(EXIT_CODE), "--print-limit", "50"]
-    start = time.perf_counter()
-    try:
-        done = subprocess.run(
-            [program, *options, *driver_of(calls)], env=environment, capture_output=True, text=True, timeout=limit
-        )
-        code, log = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        code, log = -1, f"no end after {limit} seconds\n{error.stdout!r}"
-    (folder / f"{tool}-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.txt").write_text(log, "utf-8")
-    return {"tool": tool, "calls": name, **verdict(code, log), "seconds": round(time.perf_counter() - start, 1)}
+    options = ["--tool", tool, "--error-exitcode", str(EXIT_CODE), "--print-limit", "1000"]
+    name = calls[0] if len(calls) == 1 else f"{len(calls)} calls"
+    path = folder / f"{tool}-{re.sub(r'[^a-z0-9]+', '-', f'{way} {name}'.lower())}.txt"
+    with path.open("w", encoding="utf-8") as log:
+        command = [program, *options, *driver_of(calls, way)]
+        try:
+            code = subprocess.run(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=limit
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    return code, path.read_text("utf-8", errors="replace")
+
+
+def runs(tools: list[str], calls: list[str], each: bool) -> list[tuple[str, str, list[str]]]:
+    """Tool, way and calls of each process."""
+    groups = [[call] for call in calls] if each else [calls]
+    ways = {"racecheck": (PORTABLE, SHIPPED)}
+    return [(tool, way, group) for tool in tools for way in ways.get(tool, (SHIPPED,)) for group in groups]
 
 
 def main() -> int:
@@ -92,29 +90,36 @@ def main() -> int:
     parser.add_argument("--tool", action="append", choices=TOOLS)
     parser.add_argument("--only", action="append", choices=CALLS)
     parser.add_argument("--each", action="store_true", help="a process for each call")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds for a process")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for a process")
     options = parser.parse_args()
     program = sanitizer()
     if program is None:
         print(
-            "there is no compute-sanitizer here: install the CUDA toolkit (package cuda-sanitizer) or name it by COMPUTE_SANITIZER",
+            "there is no compute-sanitizer here: install the CUDA toolkit (package cuda-sanitizer) or the Python package "
+            "nvidia-cuda-sanitizer-api, or name it by COMPUTE_SANITIZER",
             file=sys.stderr,
         )
         return 2
     options.logs.mkdir(parents=True, exist_ok=True)
-    calls = options.only or list(CALLS)
-    if subprocess.run(driver_of(calls)).returncode:
-        print("the kernels fail without a sanitizer already", file=sys.stderr)
-        return 2
-    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout.strip().split("\n")[-1]
-    rows = []
-    for tool in options.tool or TOOLS:
-        for group in [[call] for call in calls] if options.each else [calls]:
-            rows.append(watch(tool, group, program, options.logs, options.limit))
-            print(rows[-1], flush=True)
-            found = {"sanitizer": version, "calls": len(calls), "rows": rows}
-            options.output.write_text(as_text(found), "utf-8")  # what was found so far outlives a run that is cut short
-    return 0 if all(row["ok"] for row in rows) else 1
+    calls, tools = options.only or list(CALLS), options.tool or list(TOOLS)
+    for way in dict.fromkeys(way for _, way, _ in runs(tools, calls, False)):
+        if subprocess.run(driver_of(calls, way)).returncode:
+            print(f"the kernels fail without a sanitizer already ({way})", file=sys.stderr)
+            return 2
+    text, version = version_of(program)
+    rows: list[dict[str, Any]] = []
+    for tool, way, group in runs(tools, calls, options.each):
+        start = time.perf_counter()
+        code, log = watch(tool, way, group, program, options.logs, options.limit)
+        named = {"tool": tool, "kernels of": way} | ({"call": group[0]} if options.each else {})
+        found = [named | row for row in verdicts(tool, code, log, version)]
+        found[0]["seconds"] = round(time.perf_counter() - start, 1)
+        rows += found
+        for row in found:
+            print({key: row[key] for key in (*named, "family", "launches", "ok", "errors")}, flush=True)
+        summary = {"sanitizer": text, "calls": len(calls), "rows": rows}
+        options.output.write_text(as_text(summary), "utf-8")  # what was found so far outlives a run that is cut short
+    return 1 if any(row["ok"] is False for row in rows) else 0
 
 
 if __name__ == "__main__":
