@@ -14,6 +14,8 @@ from mala_hf.ops import blockwise, kvcache, visibility
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_drawn_calls_give_the_rules_answers(name):
+    if torch.cuda.is_available() and name.endswith("kernels"):
+        pytest.skip("tensors on the CPU: the interpreter's test")
     target = TARGETS[name]
     assert target.run(target.subset) >= target.subset
 
