@@ -8,107 +8,41 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from log_scaled_queries import log_scaled_queries
+from concentrate_plan import START, Arm, Plan
 from study_data import TRAIN, windows_of
 from torch import Tensor
-from training_runs import RULE, Attention, Curves, Windows, settings_in, training_arguments, work_of
+from training_runs import Attention, Curves, Windows, training_arguments, work_of
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from mala_hf.concentration import LOGGED, ConcentrationCallback
 from mala_hf.implementations import Implementation, using_implementation
+from mala_hf.info import device_name
 from mala_hf.patch import mala_attention
 from mala_hf.perplexity import perplexity
 from mala_hf.ruler.evaluation import RulerSettings, evaluate
 from mala_hf.ruler.sample_file import NAME as SAMPLES
 from mala_hf.ruler.summary import summarize
 
-POINTS, RULER = "points.json", "ruler.json"
-START = "start"
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to train: ``weight`` of the term, its ``temperature``, ``base`` of length-scaled scores; None for neither.
-
-    The label "start" does not train.
-    """
-
-    label: str
-    weight: float | None = None
-    temperature: float = 2.0
-    base: float | None = None
-
-    @classmethod
-    def parse(cls, label: str) -> Arm:
-        """Read start, mala or mala:KEY=NUMBER,...; ``ValueError`` for anything else."""
-        try:
-            name, settings = settings_in(label)
-            arm = cls(label, **{key: float(value) for key, value in settings.items()})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{label!r} has other settings than weight, temperature and base: {error}") from error
-        if name not in ("mala", START) or (name == START and arm != cls(label, base=arm.base)):
-            raise ValueError(f"an arm is start, mala or mala:KEY=NUMBER,..., got {label!r}")
-        return arm
-
-    @property
-    def folder(self) -> str:
-        """Its label as a file's name."""
-        return re.sub(r"[^\w.]+", "-", self.label)
-
-    @contextmanager
-    def scaling(self, model: Any) -> Any:
-        """Scores as the arm has them, in training and after."""
-        with ExitStack() as stack:
-            if self.base is not None:
-                stack.enter_context(log_scaled_queries(model, self.base))
-            yield
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all arms share. ``work_lengths``: of the sequences whose work is measured; ``windows``: held-out ones of each text."""
-
-    steps: int
-    batch: int
-    seqlen: int
-    every: int
-    work_lengths: tuple[int, ...]
-    windows: int = 8
-    learning_rate: float = 1e-4
-    warmup_steps: int = 10
-    dtype: str = "float32"
-    seed: int = 0
-    tile: tuple[int, int] | None = None  # None: the kernels' own
-    ruler_tasks: tuple[str, ...] = ()
-    ruler_length: int = 4096
-    ruler_samples: int = 10
-
-    def __post_init__(self) -> None:
-        if min(self.batch, self.every, self.windows, self.ruler_samples) < 1 or self.steps < 0 or self.seqlen < 2:
-            raise ValueError(f"sizes must be at least 1, got {self}")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Fields of MalaConfig."""
-        return RULE | ({} if self.tile is None else {"tile": list(self.tile)})
+POINTS, RULER, RESULT = "points.json", "ruler.json", "result.json"
 
 
 class Measure(TrainerCallback):
     """A point of the curve at step 0, every ``plan.every`` steps and at the end; none twice."""
 
-    def __init__(self, model: Any, texts: Mapping[str, Tensor], plan: Plan, folder: Path) -> None:
-        self.model, self.texts, self.plan, self.path = model, texts, plan, folder / POINTS
+    def __init__(
+        self, model: Any, texts: Mapping[str, Tensor], plan: Plan, folder: Path, on_point: Callable[[], None]
+    ) -> None:
+        self.model, self.texts, self.plan, self.path, self.on_point = model, texts, plan, folder / POINTS, on_point
         self.points: list[dict[str, Any]] = json.loads(self.path.read_text("utf-8")) if self.path.exists() else []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -124,6 +58,7 @@ class Measure(TrainerCallback):
             and (state.global_step % self.plan.every == 0 or state.global_step == args.max_steps)
         ):
             self.at(state.global_step, logs)
+            control.should_save = True  # a run that is stopped goes on from its last point
 
     def at(self, step: int, logs: Any) -> None:
         """Measure and store, unless that step is there."""
@@ -136,6 +71,7 @@ class Measure(TrainerCallback):
         self.model.train(was_training)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.points), encoding="utf-8")
+        self.on_point()
 
 
 def measure(model: Any, texts: Mapping[str, Tensor], plan: Plan) -> dict[str, Any]:
@@ -179,10 +115,18 @@ class Deadline(TrainerCallback):
         return control
 
 
-def train(model: Any, arm: Arm, parts: Mapping[str, Tensor], plan: Plan, folder: Path, deadline: float) -> bool:
+def train(
+    model: Any,
+    arm: Arm,
+    parts: Mapping[str, Tensor],
+    plan: Plan,
+    folder: Path,
+    deadline: float,
+    on_point: Callable[[], None],
+) -> bool:
     """Train, from the last checkpoint in the folder if there is one; whether all steps are done."""
     texts = {name: ids for name, ids in parts.items() if name != TRAIN}
-    gauge = Measure(model, texts, plan, folder)
+    gauge = Measure(model, texts, plan, folder, on_point)
     if arm.label.startswith(START) or not plan.steps:
         gauge.at(0, None)
         return True
@@ -256,16 +200,41 @@ def run_arm(
     """Train and evaluate as far as the time goes; what is there so far, ``complete`` when nothing is missing."""
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
+    scores = folder / RULER
+
+    def result(complete: bool = False) -> dict[str, Any]:
+        points = json.loads((folder / POINTS).read_text("utf-8"))
+        found = {
+            **asdict(arm),
+            "complete": complete,
+            "seconds": time.monotonic() - started,
+            "peak_bytes": torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None,
+            "points": points,
+            "ruler": json.loads(scores.read_text("utf-8")) if scores.exists() else None,
+        }
+        (folder / RESULT).write_text(json.dumps(found | {"device": device_name(model.device)}), encoding="utf-8")
+        return found
+
+    def on_point() -> None:
+        print(line_of(result()), flush=True)
+
     with arm.scaling(model):
-        done = train(model, arm, parts, plan, folder, deadline)
-        scores = folder / RULER
+        done = train(model, arm, parts, plan, folder, deadline, on_point)
         if done and plan.ruler_tasks and not scores.exists() and time.monotonic() < deadline:
+            result()
             scores.write_text(json.dumps(ruler(model, tokenizer, plan, data, folder)), encoding="utf-8")
-    return {
-        **asdict(arm),
-        "complete": done and (scores.exists() or not plan.ruler_tasks),
-        "seconds": time.monotonic() - started,
-        "peak_bytes": torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None,
-        "points": json.loads((folder / POINTS).read_text("utf-8")),
-        "ruler": json.loads(scores.read_text("utf-8")) if scores.exists() else None,
-    }
+    return result(done and (scores.exists() or not plan.ruler_tasks))
+
+
+def line_of(run: dict[str, Any]) -> str:
+    """One arm's last point, in a line."""
+    point = run["points"][-1]
+    parts = [f"{run['label']:<24} step {point['step']:>5} {run['seconds']:.0f} s"]
+    for text, nll in point["nll"].items():
+        work = ", ".join(f"{n}: {one['work_fraction']:.1%}" for n, one in point["work"][text].items())
+        parts.append(f"{text} nll {nll['sdpa']:.4f} (mala {nll['mala']:.4f}), work {work}")
+    if run["ruler"]:
+        parts.append(
+            "RULER " + ", ".join(f"{row['implementation']} {row['score']:.1f}" for row in run["ruler"]["lengths"][:2])
+        )
+    return "  ".join(parts) + ("" if run["complete"] else "  (unfinished)")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from scaling_models import Size, Trained
+from scaling_plan import Plan, Stage
 from study_data import TRAIN, windows_of
 from torch import Tensor
 
@@ -24,76 +25,8 @@ from mala_hf import record_work
 from mala_hf.flops import AttentionFlops, ModelShape
 from mala_hf.perplexity import perplexity
 
-STATE = "state.pt"
-BASE_HIDDEN = 256  # the width whose rate is the plan's
-FINAL_RATE = 0.1  # of the peak
-
-
-@dataclass(frozen=True)
-class Stage:
-    """``steps`` of ``batch`` sequences of ``seqlen`` tokens."""
-
-    seqlen: int
-    batch: int
-    steps: int
-
-    @classmethod
-    def parse(cls, text: str) -> Stage:
-        """Read SEQLENxBATCHxSTEPS; ``ValueError`` for anything else."""
-        parts = text.split("x")
-        if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
-            raise ValueError(f"a stage is SEQLENxBATCHxSTEPS, got {text!r}")
-        return cls(*map(int, parts))
-
-    def windows_at(self, windows: Tensor, step: int, seed: int) -> Tensor:
-        """The step's windows (batch, seqlen): passes over all of them, each in a random order of its own."""
-        places = torch.arange(step * self.batch, (step + 1) * self.batch)
-        orders = {
-            number: torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed + number))
-            for number in (places // len(windows)).unique().tolist()
-        }
-        return windows[torch.stack([orders[place // len(windows)][place % len(windows)] for place in places.tolist()])]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all runs share. ``every``: steps between measurements of the work; ``lengths``: of the final evaluation."""
-
-    stages: tuple[Stage, ...]
-    lengths: tuple[int, ...]
-    every: int = 25
-    held_out_tokens: int = 65536
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.1
-    warmup: float = 0.05  # of all steps
-    dtype: str = "float32"
-    seed: int = 0
-
-    @property
-    def steps(self) -> int:
-        """Of all stages."""
-        return sum(stage.steps for stage in self.stages)
-
-    @property
-    def positions(self) -> int:
-        """The longest sequence."""
-        return max(*self.lengths, *(stage.seqlen for stage in self.stages))
-
-    def place(self, step: int) -> tuple[int, int]:
-        """Number of the stage, and the step in it."""
-        for number, stage in enumerate(self.stages):
-            if step < stage.steps:
-                return number, step
-            step -= stage.steps
-        return len(self.stages), step
-
-    def rate(self, step: int, hidden: int) -> float:
-        """The learning rate of a step: smaller for wider models."""
-        peak, warmup = self.learning_rate * BASE_HIDDEN / hidden, max(1, round(self.warmup * self.steps))
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        progress = (step - warmup) / max(1, self.steps - warmup)
-        return peak * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2)
+STATE, RESULT = "state.pt", "result.json"
+STORE_SECONDS = 60.0  # of training between checkpoints
 
 
 class Run:
@@ -114,8 +47,17 @@ class Run:
         self.attention_flops: dict[str, AttentionFlops] = {}
         self._slots = (0.0, 0.0)  # visible and retained of the last measured step
 
-    def train(self, windows: Mapping[int, Tensor], texts: Mapping[str, Tensor], deadline: float) -> bool:
-        """Take the steps that are left until ``time.monotonic()`` passes the deadline; whether all are done."""
+    def train(
+        self,
+        windows: Mapping[int, Tensor],
+        texts: Mapping[str, Tensor],
+        deadline: float,
+        on_measured: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Take the steps that are left until ``time.monotonic()`` passes the deadline; whether all are done.
+
+        on_measured: called after each step whose loss was read.
+        """
         with self.attention.of(self.model):
             while self.step < self.plan.steps:
                 if time.monotonic() > deadline:
@@ -123,7 +65,7 @@ class Run:
                 began = time.monotonic()
                 number, own = self.plan.place(self.step)
                 stage = self.plan.stages[number]
-                self._take_step(stage, own, stage.windows_at(windows[stage.seqlen], own, self.plan.seed))
+                measured = self._take_step(stage, own, stage.windows_at(windows[stage.seqlen], own, self.plan.seed))
                 self.step += 1
                 if own + 1 == stage.steps:
                     self._sync()
@@ -133,9 +75,12 @@ class Run:
                     )
                 else:
                     self.seconds += time.monotonic() - began
+                if measured:
+                    on_measured()
         return True
 
-    def _take_step(self, stage: Stage, own: int, ids: Tensor) -> None:
+    def _take_step(self, stage: Stage, own: int, ids: Tensor) -> bool:
+        """Whether the loss was read."""
         ids = ids.to(self.device, non_blocking=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.rate(self.step, self.size.hidden)
@@ -153,6 +98,7 @@ class Run:
             self.facts["loss"].append([self.step, round(value, 5)])
         for name, flops in self.attention.flops(self.model, *ids.shape, self._slots).items():
             self.attention_flops[name] = self.attention_flops.get(name, AttentionFlops()) + flops
+        return measured
 
     def _forward(self, ids: Tensor, measured: bool) -> Tensor:
         """The loss; a measured step of MALA says what it retained, other attentions see every slot."""
@@ -275,21 +221,41 @@ def run_one(
         run.load(state)
     windows = {stage.seqlen: windows_of(parts[TRAIN], stage.seqlen) for stage in plan.stages}
     texts = {name: ids for name, ids in parts.items() if name != TRAIN}
-    done = run.train(windows, texts, deadline)
     folder.mkdir(parents=True, exist_ok=True)
+    name, stored = f"{size_name}/{label}", run.seconds
+
+    def result(final: dict[str, Any] | None = None) -> dict[str, Any]:
+        found = {
+            "size": size_name,
+            "attention": label,
+            "parameters": sum(weight.numel() for weight in run.model.parameters()),
+            "complete": final is not None,
+            "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+            **run.totals(),
+            **run.facts,
+            "final": final,
+        }
+        scratch = folder / "result.tmp"
+        scratch.write_text(json.dumps(found), encoding="utf-8")
+        scratch.replace(folder / RESULT)
+        return found
+
+    def on_measured() -> None:
+        nonlocal stored
+        print(
+            f"{name} step {run.step} of {plan.steps} loss {run.facts['loss'][-1][1]:.4f} {run.seconds:.0f} s",
+            flush=True,
+        )
+        if run.seconds - stored >= STORE_SECONDS:
+            run.save(state)
+            result()
+            stored = run.seconds
+
+    done = run.train(windows, texts, deadline, on_measured)
     run.save(state)
-    found = {
-        "size": size_name,
-        "attention": label,
-        "parameters": sum(weight.numel() for weight in run.model.parameters()),
-        "complete": done,
-        "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        **run.totals(),
-        **run.facts,
-        "final": None,
-    }
+    found = result()
     if done:
+        print(f"{name} is trained, {run.seconds:.0f} s", flush=True)
         evaluated = {str(length): run.held_out(texts, length) for length in plan.lengths}
-        found["final"] = {"nll": evaluated, "work": run.work_by_length(texts)}
-    (folder / "result.json").write_text(json.dumps(found), encoding="utf-8")
+        found = result({"nll": evaluated, "work": run.work_by_length(texts)})
     return found, run

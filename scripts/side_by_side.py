@@ -8,10 +8,14 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+
+GRACE_SECONDS = 20.0  # after the budget, in which a run stores what it has
+FRAMES = 6  # of a traceback that are shown
 
 
 def on_gpu(device: str | None) -> bool:
@@ -28,7 +32,7 @@ def run_study(
     run_one: Callable[[argparse.Namespace, str], None],
     run_all: Callable[[argparse.Namespace], None],
 ) -> None:
-    """What the options ask for: ``--prepare`` the data, ``--only`` one run, or all runs; ``SystemExit`` with one line if it fails."""
+    """What the options ask for: ``--prepare`` the data, ``--only`` one run, or all runs; ``SystemExit`` with the reason if it fails."""
     try:
         if options.prepare:
             prepare(options)
@@ -39,26 +43,64 @@ def run_study(
         else:
             run_all(options)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
+        raise SystemExit(f"{Path(sys.argv[0]).name}: {explained(error)}") from error
+
+
+def explained(error: BaseException) -> str:
+    """What an error says, and where a ``RuntimeError`` came from: a GPU's are not about the options."""
+    if not isinstance(error, RuntimeError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)[-FRAMES:]
+    lines = [f"  {Path(one.filename).name}:{one.lineno} {one.name}: {one.line}" for one in frames]
+    return "\n".join([str(error), *lines])
 
 
 def run_side_by_side(
-    script: str, arguments: Sequence[str], labels: Sequence[str], jobs: int, budget_seconds: float
+    script: str,
+    arguments: Sequence[str],
+    labels: Sequence[str],
+    jobs: int,
+    budget_seconds: float,
+    on_end: Callable[[str], None] = lambda label: None,
+    grace_seconds: float = GRACE_SECONDS,
 ) -> list[str]:
-    """Run ``script *arguments --only LABEL`` for each label, ``jobs`` at a time, each with the budget left; return who failed."""
+    """Run ``script *arguments --only LABEL`` for each label, ``jobs`` at a time, each with the budget left; return who failed.
+
+    None begins when the budget is spent. One that has not ended ``grace_seconds`` later hangs: it is stopped, and has failed.
+    on_end: called with each label when its run has ended, however it did.
+    """
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     began = time.monotonic()
     waiting, failed = list(labels), []
     running: dict[str, subprocess.Popen] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            label = waiting.pop(0)
-            left = max(0.0, budget_seconds - (time.monotonic() - began))
-            command = [sys.executable, script, *arguments, "--only", label, "--budget-seconds", str(left)]
-            running[label] = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads} | os.environ)
-        for label, process in list(running.items()):
-            if process.poll() is not None:
-                del running[label]
-                failed += [label] if process.returncode else []
-        time.sleep(0.1)
+    try:
+        while running or (waiting and time.monotonic() - began < budget_seconds):
+            left = budget_seconds - (time.monotonic() - began)
+            while waiting and len(running) < jobs and left > 0:
+                label = waiting.pop(0)
+                command = [sys.executable, script, *arguments, "--only", label, "--budget-seconds", str(left)]
+                running[label] = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads} | os.environ)
+            for label, process in list(running.items()):
+                if process.poll() is None and left < -grace_seconds:
+                    _stop(process)
+                    print(f"{label}: stopped {grace_seconds:.0f} s after the budget", file=sys.stderr, flush=True)
+                if process.poll() is not None:
+                    del running[label]
+                    failed += [label] if process.returncode else []
+                    on_end(label)
+            time.sleep(0.1)
+    finally:
+        for process in running.values():
+            _stop(process)
     return failed
+
+
+def _stop(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+
+
+def end_of(failed: Sequence[str]) -> None:
+    """``SystemExit`` that names the runs that failed, if any did."""
+    if failed:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: these failed, see above: {' '.join(failed)}")

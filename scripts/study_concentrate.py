@@ -23,14 +23,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from concentrate_runs import Arm, Plan, no_bar, run_arm
-from side_by_side import on_gpu, run_side_by_side, run_study
+from concentrate_plan import Arm, Plan
+from concentrate_runs import RESULT, line_of, no_bar, run_arm
+from side_by_side import end_of, on_gpu, run_side_by_side, run_study
 from stored_results import as_text
 from study_data import read_data, write_data
 from study_texts import DJANGO_DOCS, SQLALCHEMY_DOCS, read_sources
 
 from mala_hf.checkpoint import OFFLINE_MODEL, load_model, load_tokenizer
-from mala_hf.info import checked_out_commit, device_name, versions
+from mala_hf.info import checked_out_commit, versions
 from mala_hf.perplexity import check_positions
 from mala_hf.ruler.evaluation import RulerSettings, prepare_samples
 from mala_hf.text import DEFAULT_TEXT, default_text, read_text
@@ -39,7 +40,7 @@ ARMS = ("start", "mala", "mala:weight=0.1", "mala:weight=0.5", "mala:weight=2", 
 RULER_TASKS = (
     "niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multivalue", "niah_multiquery", "cwe", "fwe",
 )  # fmt: skip
-RESULT, PLAN = "result.json", "plan.json"
+PLAN = "plan.json"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -146,8 +147,7 @@ def run_one(options: argparse.Namespace, label: str) -> None:
         options.model, device=options.device, dtype=torch.float32, tokenizer=str(options.data / "tokenizer")
     )
     check_positions(model, max(plan.seqlen, *plan.work_lengths))
-    found = run_arm(model, tokenizer, arm, parts, plan, options.data, folder, deadline)
-    (folder / RESULT).write_text(json.dumps(found | {"device": device_name(model.device)}), encoding="utf-8")
+    run_arm(model, tokenizer, arm, parts, plan, options.data, folder, deadline)
 
 
 def check_plan(plan: Plan, path: Path) -> None:
@@ -163,52 +163,44 @@ def check_plan(plan: Plan, path: Path) -> None:
 
 
 def run_all(options: argparse.Namespace) -> None:
-    """Every arm in a process of its own, and all results in one file."""
+    """Every arm in a process of its own, and all results in one file, which is written whenever an arm ends."""
     arms = [Arm.parse(label) for label in options.arms]
     if len({arm.folder for arm in arms}) < len(arms):
         raise ValueError(f"each arm once, got {' '.join(options.arms)}")
     plan = plan_of(options)
     _, _, about = read_data(options.data)
     jobs = options.jobs or (len(arms) if on_gpu(options.device) else 1)
-    failed = run_side_by_side(__file__, sys.argv[1:], [arm.label for arm in arms], jobs, options.budget_seconds)
-    results = [options.state / arm.folder / RESULT for arm in arms]
-    found = [json.loads(path.read_text("utf-8")) for path in results if path.exists()]
-    write_results(options, plan, about, found, options.commit or checked_out_commit())
-    for run in found:
-        print(line_of(run), flush=True)
-    if failed:
-        raise RuntimeError(f"these arms failed, see above: {' '.join(failed)}")
+    labels = [arm.label for arm in arms]
+
+    def on_end(label: str) -> None:
+        for run in write_results(options, plan, about, arms):
+            if run["label"] == label:
+                print(line_of(run), flush=True)
+
+    write_results(options, plan, about, arms)
+    end_of(run_side_by_side(__file__, sys.argv[1:], labels, jobs, options.budget_seconds, on_end))
 
 
-def write_results(options: argparse.Namespace, plan: Plan, about: dict, runs: list[dict], commit: str) -> None:
-    """All arms in one file."""
+def write_results(options: argparse.Namespace, plan: Plan, about: dict, arms: list[Arm]) -> list[dict[str, Any]]:
+    """Write what every arm has stored so far, and return it; ``not_run`` names those that are not complete."""
+    paths = [options.state / arm.folder / RESULT for arm in arms]
+    runs = [json.loads(path.read_text("utf-8")) for path in paths if path.exists()]
     devices = {run.pop("device") for run in runs}
+    done = {run["label"] for run in runs if run["complete"]}
     result: dict[str, Any] = {
         "command": "scripts/study_concentrate.py",
         "device": ", ".join(sorted(devices)),
-        "commit": commit,
+        "commit": options.commit or checked_out_commit(),
         "versions": versions(),
         "model": options.name or (Path(options.model).name if options.model else OFFLINE_MODEL),
         "data": about,
         "plan": asdict(plan),
+        "not_run": [arm.label for arm in arms if arm.label not in done],
         "arms": runs,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(as_text(result), encoding="utf-8")
-
-
-def line_of(run: dict[str, Any]) -> str:
-    """One arm's last point, in a line."""
-    point = run["points"][-1]
-    parts = [f"{run['label']:<24} step {point['step']:>5}"]
-    for text, nll in point["nll"].items():
-        work = ", ".join(f"{n}: {one['work_fraction']:.1%}" for n, one in point["work"][text].items())
-        parts.append(f"{text} nll {nll['sdpa']:.4f} (mala {nll['mala']:.4f}), work {work}")
-    if run["ruler"]:
-        parts.append(
-            "RULER " + ", ".join(f"{row['implementation']} {row['score']:.1f}" for row in run["ruler"]["lengths"][:2])
-        )
-    return "  ".join(parts) + ("" if run["complete"] else "  (unfinished)")
+    return runs
 
 
 def main() -> None:

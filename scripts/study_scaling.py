@@ -24,8 +24,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scaling_models import SIZES, Size, Trained
-from scaling_runs import Plan, Run, Stage, run_one
-from side_by_side import on_gpu, run_side_by_side, run_study
+from scaling_plan import Plan, Stage
+from scaling_runs import RESULT, Run, run_one
+from side_by_side import end_of, on_gpu, run_side_by_side, run_study
 from stored_results import as_text
 from study_data import read_data, write_data
 from study_texts import (
@@ -191,13 +192,25 @@ def keep(run: Run, tokenizer: Any, folder: Path) -> None:
 
 
 def run_all(options: argparse.Namespace) -> None:
-    """Every run in a process of its own, and all results in one file."""
+    """Every run in a process of its own, and all results in one file, which is written whenever a run ends."""
     labels, plan = runs_of(options), plan_of(options)
     _, _, about = read_data(options.data)
     jobs = options.jobs or (len(labels) if on_gpu(options.device) else 1)
-    failed = run_side_by_side(__file__, sys.argv[1:], labels, jobs, options.budget_seconds)
-    paths = [folder_of(options.state, label) / "result.json" for label in labels]
-    runs = [json.loads(path.read_text("utf-8")) for path in paths if path.exists()]
+
+    def on_end(label: str) -> None:
+        runs = write_results(options, plan, about, labels)
+        for run in runs:
+            if f"{run['size']}/{run['attention']}" == label:
+                print(line_of(run), flush=True)
+
+    write_results(options, plan, about, labels)
+    end_of(run_side_by_side(__file__, sys.argv[1:], labels, jobs, options.budget_seconds, on_end))
+
+
+def write_results(options: argparse.Namespace, plan: Plan, about: dict, labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Write what every run has stored so far, and return it; ``not_run`` names those that are not complete."""
+    paths = {label: folder_of(options.state, label) / RESULT for label in labels}
+    runs = {label: json.loads(path.read_text("utf-8")) for label, path in paths.items() if path.exists()}
     device = torch.device("cuda" if on_gpu(options.device) else "cpu")
     result = {
         "command": "scripts/study_scaling.py",
@@ -206,20 +219,21 @@ def run_all(options: argparse.Namespace) -> None:
         "versions": versions(),
         "data": about,
         "plan": asdict(plan),
-        "runs": runs,
+        "not_run": [label for label in labels if label not in runs or not runs[label]["complete"]],
+        "runs": list(runs.values()),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(as_text(result), encoding="utf-8")
-    for run in runs:
-        print(line_of(run), flush=True)
-    if failed:
-        raise RuntimeError(f"these runs failed, see above: {' '.join(failed)}")
+    return list(runs.values())
 
 
 def line_of(run: dict[str, Any]) -> str:
     """One run in a line."""
     flops = ", ".join(f"{name} {value:.3e}" for name, value in run["training_flops"].items())
-    line = f"{run['size']:>4} {run['attention']:<10} step {run['step']} loss {run['loss'][-1][1]:.4f} FLOPs {flops}"
+    line = f"{run['size']:>4} {run['attention']:<10} step {run['step']}"
+    if not run["loss"]:
+        return line + " (unfinished)"
+    line += f" loss {run['loss'][-1][1]:.4f} FLOPs {flops}"
     work = f" work {run['work'][-1][2]:.1%} {run['seconds']:.0f} s"
     if run["final"] is None:
         return line + work + " (unfinished)"

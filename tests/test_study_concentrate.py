@@ -13,7 +13,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import study_concentrate
 import training_study_tables
-from concentrate_runs import Arm
+from concentrate_plan import Arm
 from log_scaled_queries import log_scale, log_scaled_queries
 from study_data import read_data
 

@@ -14,7 +14,8 @@ sys.path.append(str(ROOT / "scripts"))
 import study_scaling
 import training_study_tables
 from scaling_models import SIZES, Size, Trained
-from scaling_runs import Plan, Run, Stage
+from scaling_plan import Plan, Stage
+from scaling_runs import Run
 from study_data import read_data
 
 import mala_hf

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs beside one another: each is told of as it ends, one that hangs is stopped, and none begins without time."""
+
+import sys
+import time
+
+import pytest
+from project import ROOT
+
+sys.path.append(str(ROOT / "scripts"))
+
+from side_by_side import end_of, explained, run_side_by_side
+
+SCRIPT = """
+import sys, time
+label = sys.argv[sys.argv.index("--only") + 1]
+time.sleep({"quick": 0.0, "hangs": 60.0, "fails": 0.0}[label])
+sys.exit(label == "fails")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT, "utf-8")
+    return str(path)
+
+
+def test_a_run_that_hangs_is_stopped_after_the_others_were_told_of(script, capsys):
+    ended, began = [], time.monotonic()
+    failed = run_side_by_side(script, [], ["hangs", "quick", "fails"], 3, 1.0, ended.append, grace_seconds=1.0)
+    assert 2.0 <= time.monotonic() - began < 20.0
+    assert sorted(ended[:2]) == ["fails", "quick"]
+    assert ended[2] == "hangs"
+    assert sorted(failed) == ["fails", "hangs"]
+    assert "hangs: stopped 1 s after the budget" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="these failed, see above: "):
+        end_of(failed)
+    end_of([])
+
+
+def test_no_run_begins_when_the_budget_is_spent(script):
+    ended = []
+    assert run_side_by_side(script, [], ["quick"], 1, 0.0, ended.append) == []
+    assert ended == []
+
+
+def test_an_error_of_the_gpu_says_where_it_came_from():
+    def product():
+        raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+
+    try:
+        product()
+    except RuntimeError as error:
+        lines = explained(error).splitlines()
+    assert lines[0] == "CUBLAS_STATUS_EXECUTION_FAILED"
+    assert "test_studies_side_by_side.py" in lines[-1]
+    assert lines[-1].endswith('product: raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")')
+    assert explained(ValueError("an option")) == "an option"
