@@ -25,8 +25,10 @@ from stored_results import as_text
 from mala_hf.bench.runner import bench_device, new_result
 from mala_hf.studies.recall_model import CEILING, METHODS
 from mala_hf.studies.recall_sweep import LENGTHS, WIDTHS, cells_of, sweep
-from mala_hf.studies.recall_train import Recipe
+from mala_hf.studies.recall_train import Cell, Recipe
 from mala_hf.studies.row_store import RowStore
+
+NOT_RUN, FAILED = "not_run", "failed"  # the runs that were asked for and are not there, and why some of them are not
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,6 +50,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=Recipe.rate, metavar="X", help="of a width of 64 (0.01)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on the device")
     parser.add_argument("--budget-seconds", type=float, metavar="X", help="finish no run after that time")
+    parser.add_argument(
+        "--run-seconds",
+        type=float,
+        default=240.0,
+        metavar="X",
+        help="of several jobs, stop a run that takes longer (240)",
+    )
     parser.add_argument("--device", metavar="NAME", help="default: a GPU")
     parser.add_argument("--commit", metavar="SHA", help="to record (default: the checkout's)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON")
@@ -60,10 +69,17 @@ def store_of(output: Path, settings: dict[str, Any]) -> RowStore:
     if not store.rows and output.exists():
         found = json.loads(output.read_text("utf-8"))
         rows = found.pop("rows")
+        for name in (NOT_RUN, FAILED):
+            found.pop(name, None)
         if found != settings:
             raise ValueError(f"{output} was measured with other settings: remove it, or choose another output")
         store.append(rows)
     return store
+
+
+def named(cell: Cell) -> str:
+    """A run in a few words."""
+    return f"{cell.method}, length {cell.seqlen}, width {cell.d_model}, seed {cell.seed}"
 
 
 def show(row: dict[str, Any]) -> None:
@@ -90,13 +106,17 @@ def main() -> None:
 
     left, failed = sweep(
         cells, recipe, store, device,
-        jobs=options.jobs, budget_seconds=options.budget_seconds, commit=commit, on_row=show,
+        jobs=options.jobs, budget_seconds=options.budget_seconds, run_seconds=options.run_seconds, commit=commit, on_row=show,
     )  # fmt: skip
-    options.output.write_text(as_text(store.settings | {"rows": store.rows}), "utf-8")
+    missing: dict[str, Any] = {
+        NOT_RUN: [named(cell) for cell in cells if not store.has(**asdict(cell))],
+        FAILED: {named(cell): why for cell, why in failed.items()},
+    }
+    options.output.write_text(as_text(store.settings | missing | {"rows": store.rows}), "utf-8")
     store.path.unlink(missing_ok=True)
     print(f"{len(store.rows)} runs stored, {len(left)} left")
-    for cell, why in failed.items():
-        print(f"failed: {cell}: {why}", file=sys.stderr)
+    for name, why in missing[FAILED].items():
+        print(f"failed: {name}: {why}", file=sys.stderr)
     sys.exit(1 if failed else 0)
 
 

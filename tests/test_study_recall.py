@@ -11,6 +11,7 @@ import pytest
 import torch
 from project import ROOT
 
+from mala_hf.studies import recall_workers
 from mala_hf.studies.recall_data import RecallTask, recall_batch
 from mala_hf.studies.recall_model import METHODS, RecallModel, attention_layer, nsa_shape
 from mala_hf.studies.recall_sweep import cells_of, sweep
@@ -127,6 +128,41 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, jobs):
     assert {row["seqlen"] for row in store.rows} == {64, 66}
 
 
+LONG = Cell("full", 65536, 32, 0)  # minutes on a CPU, where the others take a second
+
+
+def test_of_several_jobs_one_that_hangs_is_stopped_and_the_others_go_on(tmp_path):
+    cells = [LONG, Cell("full", 64, 32, 0), Cell("full", 66, 32, 0)]
+    store = RowStore(tmp_path / "rows.jsonl", {})
+    left, failed = sweep(cells, TINY, store, CPU, jobs=2, run_seconds=20.0)
+    assert (left, failed) == ([], {LONG: "stopped after 20 s"})
+    assert {row["seqlen"] for row in store.rows} == {64, 66}
+
+
+def test_a_run_that_has_not_ended_after_the_deadline_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(recall_workers, "GRACE_SECONDS", 0.0)
+    store = RowStore(tmp_path / "rows.jsonl", {})
+    began = time.monotonic()
+    cells = [LONG, Cell("full", 64, 32, 0)]
+    assert sweep(cells[:1], TINY, store, CPU, jobs=2, budget_seconds=8.0) == (cells[:1], {})
+    assert time.monotonic() - began < 20.0
+
+
+def test_no_run_begins_that_a_smaller_one_of_its_method_says_will_not_end(tmp_path):
+    store = RowStore(tmp_path / "rows.jsonl", {})
+    store.append([{"method": "mala", "seqlen": 128, "d_model": 32, "seed": 0, "seconds": 1000.0}])
+    longer, other, shorter = Cell("mala", 256, 32, 0), Cell("full", 64, 32, 0), Cell("mala", 64, 32, 0)
+    assert sweep([longer, other, shorter], TINY, store, CPU, budget_seconds=500.0) == ([longer], {})
+    assert [row["method"] for row in store.rows] == ["mala", "full", "mala"]
+
+
+def test_a_run_whose_deadline_passes_is_given_up(monkeypatch):
+    clock = Clock(time.time() - 1.0)
+    clock.look(1, torch.zeros(()))
+    with pytest.raises(OutOfTime, match="the deadline passed at step 10"):
+        clock.look(10, torch.zeros(()))
+
+
 def test_a_run_that_would_miss_its_deadline_is_given_up_early(monkeypatch):
     now = iter([0.0, 10.0, 30.0])
     monkeypatch.setattr(time, "time", lambda: next(now))
@@ -168,6 +204,7 @@ def test_the_study_runs_all_methods_by_one_command(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text("utf-8"))
     assert found["recipe"]["pairs"] == 8
+    assert (found["not_run"], found["failed"]) == ([], {})
     assert [row["method"] for row in found["rows"]] == list(METHODS)
     assert all(0 <= row["accuracy"] <= 1 and row["commit"] == "abc" for row in found["rows"])
     assert "5 runs stored, 0 left" in done.stdout

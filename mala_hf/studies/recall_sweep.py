@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
 
-from ..bench.baselines import reason
-from .recall_train import Cell, OutOfTime, Recipe, train_cell
-from .row_store import RowStore
+from .recall_train import Cell, Recipe
+from .recall_workers import Ended, Workers, outcome_of
+from .row_store import Row, RowStore
 
 LENGTHS = (1024, 2048, 4096, 8192)
 WIDTHS = (64, 128, 256, 512)
@@ -34,18 +31,11 @@ def cells_of(methods: Sequence[str], lengths: Iterable[int], widths: Iterable[in
     return [Cell(method, *place, seed) for seed in seeds for place in dict.fromkeys(places) for method in methods]
 
 
-def run_cell(cell: Cell, recipe: Recipe, device: str, deadline: float | None) -> dict[str, Any] | None:
-    """The row of a run, in a process of its own; ``None`` where its time was out."""
-    if deadline is not None and time.time() > deadline:
-        return None
-    try:
-        row = train_cell(cell, recipe, torch.device(device), deadline)
-    except OutOfTime:
-        return None
-    finally:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    return row
+def least_seconds(cell: Cell, rows: Iterable[Row]) -> float:
+    """What a run takes at least: as long as the longest one of its method on no longer sequences and no wider a model."""
+    own = (row for row in rows if row["method"] == cell.method)
+    smaller = (row["seconds"] for row in own if row["seqlen"] <= cell.seqlen and row["d_model"] <= cell.d_model)
+    return max(smaller, default=0.0)
 
 
 def sweep(
@@ -56,36 +46,42 @@ def sweep(
     *,
     jobs: int = 1,
     budget_seconds: float | None = None,
+    run_seconds: float | None = None,
     commit: str | None = None,
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[list[Cell], dict[Cell, str]]:
     """Run what the store lacks, ``jobs`` at a time, and store each row when it is there.
 
-    budget_seconds: a run that would end later is given up after its first steps. commit: kept with every row.
+    budget_seconds: no run begins that will take longer than what is left of it by the rows that are there, and one that would end later
+    is given up. run_seconds: of several jobs, one that takes longer hangs, is stopped and has failed. commit: kept with every row.
     Returns the cells for which there was no time, and those that failed, with the reason; the others go on.
     """
     wanted = [cell for cell in cells if not store.has(**asdict(cell))]
     deadline = None if budget_seconds is None else time.time() + budget_seconds
-    left, failed = [], {}
+    left: list[Cell] = []
+    failed: dict[Cell, str] = {}
 
-    def keep(cell: Cell, run: Callable[[], dict[str, Any] | None]) -> None:
-        try:
-            row = run()
-        except Exception as error:  # whatever a method raises: the others can still run
-            failed[cell] = reason(error)
-            return
-        if row is None:
-            left.append(cell)
+    def in_time() -> Iterator[Cell]:
+        for cell in wanted:
+            if deadline is not None and time.time() + least_seconds(cell, store.rows) > deadline:
+                left.append(cell)
+            else:
+                yield cell
+
+    def keep(ended: Ended) -> None:
+        if ended.failed is not None:
+            failed[ended.cell] = ended.failed
+        elif ended.row is None:
+            left.append(ended.cell)
         else:
-            store.append([row | {"commit": commit}])
-            on_row(row)
+            store.append([ended.row | {"commit": commit}])
+            on_row(ended.row)
 
     if jobs == 1:
-        for cell in wanted:
-            keep(cell, partial(run_cell, cell, recipe, str(device), deadline))
+        for cell in in_time():
+            keep(outcome_of(cell, recipe, device, deadline))
         return left, failed
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(run_cell, cell, recipe, str(device), deadline): cell for cell in wanted}
-        for future in as_completed(running):
-            keep(running[future], future.result)
+    with Workers(jobs, recipe, device, deadline, run_seconds) as workers:
+        for ended in workers.run(in_time()):
+            keep(ended)
     return left, failed

@@ -15,6 +15,7 @@ from .recall_data import RecallTask, recall_batch
 from .recall_model import CEILING, RecallModel, attention_layer
 
 PACE_STEPS = (10, 30)  # between which a run's pace is taken
+LOOK_STEPS = 10  # between looks at the clock
 CURVE_POINTS = 20
 
 
@@ -68,7 +69,7 @@ class OutOfTime(Exception):
 def train_cell(cell: Cell, recipe: Recipe, device: torch.device, deadline: float | None = None) -> dict[str, Any]:
     """Train, test on sequences that training never saw, and return the row: accuracy, slots, parameters, curve, seconds.
 
-    deadline: of ``time.time()``. Raises :class:`OutOfTime` as soon as the pace of the first steps says that it will be missed.
+    deadline: of ``time.time()``. Raises :class:`OutOfTime` when it passes, or the pace of the first steps says that it will be missed.
     """
     torch.manual_seed(cell.seed)
     task = RecallTask(cell.seqlen, recipe.pairs, recipe.vocab_size)
@@ -86,10 +87,14 @@ def train_cell(cell: Cell, recipe: Recipe, device: torch.device, deadline: float
             group["lr"] = recipe.rate_at(step, cell.d_model)
         if step < recipe.short_steps:
             one = shorter[step % len(shorter)]
-            training_step(model, optimizer, one, max(1, recipe.short_tokens // one.seqlen), recipe.clip, generator)
+            hit = training_step(
+                model, optimizer, one, max(1, recipe.short_tokens // one.seqlen), recipe.clip, generator
+            )
+            clock.look(step, hit)
         else:
             hits.append(training_step(model, optimizer, task, recipe.batch, recipe.clip, generator))
             clock.check(len(hits), recipe.steps, hits[-1])
+            clock.look(step, hits[-1])
     stride = max(1, recipe.steps // CURVE_POINTS)
     curve = torch.stack(hits).unfold(0, stride, stride).mean(1)
     accuracy = measured_accuracy(model, task, recipe, device)
@@ -108,6 +113,14 @@ class Clock:
 
     def __init__(self, deadline: float | None) -> None:
         self.deadline, self.start, self.first = deadline, time.time(), 0.0
+
+    def look(self, step: int, result: torch.Tensor) -> None:
+        """At every ``LOOK_STEPS``-th step, whose result is given. Raises :class:`OutOfTime` when the deadline has passed."""
+        if self.deadline is None or step % LOOK_STEPS:
+            return
+        result.item()  # waits for the device
+        if time.time() > self.deadline:
+            raise OutOfTime(f"the deadline passed at step {step}")
 
     def check(self, done: int, steps: int, result: torch.Tensor) -> None:
         """After ``done`` of so many steps, of which the last one's result is given. Raises :class:`OutOfTime`."""
