@@ -32,7 +32,7 @@ OTHER = "everything else"
 # in Gluon: warpgroups that meet at mbarriers and fill shared memory with the tensor-memory accelerator
 HOPPERS = ("Hopper forward", "Hopper discovery")
 JUDGES_HOPPERS_SINCE = (2026, 3)  # racecheck of older versions takes such kernels' order for none: docs/reliability.md
-MESSAGES, LINES = 10, 3  # kept of a family, and of a message
+MESSAGES, LINES, LONGEST = 10, 3, 400  # kept of a family, and of a message
 SUMMARY = re.compile(
     r"^=+ (?:ERROR SUMMARY: (\d+) errors?(?! were not)|RACECHECK SUMMARY: (\d+) hazard.*?\((\d+) error.*?(\d+) warn)",
     re.M,
@@ -48,6 +48,7 @@ NOT_WATCHED = (
 NO_REPORT = re.compile(r"COMPUTE-SANITIZER|\w+ SUMMARY|Target application returned")
 KERNEL = re.compile(r"\w+_kernel\b(?!\.)")  # and not its file
 PATH = re.compile(r"(?:/[^\s/:()\[\]]+)+/")
+HOW_OFTEN = re.compile(r" \[\d+ hazards?\]")
 
 
 def reports(log: str) -> list[list[str]]:
@@ -62,7 +63,7 @@ def reports(log: str) -> list[list[str]]:
             continue
         if not text.startswith("  ") and not inner.startswith("and "):
             found.append([PATH.sub("", inner)])
-        elif found and (inner.startswith(("and ", "at ")) or re.match(r"(Write|Read) Thread|Current Value", inner)):
+        elif found and (inner.startswith(("and ", "at ", "Current Value")) or "+0x" in inner):  # an instruction's place
             found[-1].append(PATH.sub("", inner))
     return found
 
@@ -106,7 +107,7 @@ def verdicts(tool: str, code: int, log: str, version: tuple[int, ...] = JUDGES_H
 
 def _row(family: str, number: int, found: list[list[str]], watched: bool, hidden: int = 0) -> dict[str, Any]:
     errors = len(found) + hidden
-    distinct = Counter("; ".join(lines[:LINES]) for lines in found)
+    distinct = Counter(HOW_OFTEN.sub("", "; ".join(lines[:LINES]))[:LONGEST] for lines in found)
     kernels = sorted({name for lines in found for line in lines for name in KERNEL.findall(line)})
     return {
         "family": family,
