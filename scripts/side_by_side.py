@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 GRACE_SECONDS = 20.0  # after the budget, in which a run stores what it has
+ABORT_SECONDS = 5.0
 FRAMES = 6  # of a traceback that are shown
 
 
@@ -47,12 +49,27 @@ def run_study(
 
 
 def explained(error: BaseException) -> str:
-    """What an error says, and where a ``RuntimeError`` came from: a GPU's are not about the options."""
+    """What an error says, and of a ``RuntimeError`` where it came from and how the GPU is: it is not about the options."""
     if not isinstance(error, RuntimeError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)[-FRAMES:]
     lines = [f"  {Path(one.filename).name}:{one.lineno} {one.name}: {one.line}" for one in frames]
-    return "\n".join([str(error), *lines])
+    return "\n".join([str(error), *lines, *_of_the_gpu()])
+
+
+def _of_the_gpu() -> list[str]:
+    """Its free memory, or that an earlier kernel has failed: then every call after it does, whoever made it."""
+    if not torch.cuda.is_initialized():
+        return []
+    try:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError as error:
+        return [f"  the GPU does not answer any more, so another kernel failed before: {str(error).splitlines()[0]}"]
+    mine = torch.cuda.memory_reserved()
+    return [
+        f"  GPU memory: {free / 2**30:.1f} of {total / 2**30:.0f} GiB free, {mine / 2**30:.1f} held by this process"
+    ]
 
 
 def run_side_by_side(
@@ -70,6 +87,7 @@ def run_side_by_side(
     on_end: called with each label when its run has ended, however it did.
     """
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    environment = {"OMP_NUM_THREADS": threads} | os.environ | {"PYTHONFAULTHANDLER": "1"}
     began = time.monotonic()
     waiting, failed = list(labels), []
     running: dict[str, subprocess.Popen] = {}
@@ -79,7 +97,7 @@ def run_side_by_side(
             while waiting and len(running) < jobs and left > 0:
                 label = waiting.pop(0)
                 command = [sys.executable, script, *arguments, "--only", label, "--budget-seconds", str(left)]
-                running[label] = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads} | os.environ)
+                running[label] = subprocess.Popen(command, env=environment)
             for label, process in list(running.items()):
                 if process.poll() is None and left < -grace_seconds:
                     _stop(process)
@@ -96,8 +114,13 @@ def run_side_by_side(
 
 
 def _stop(process: subprocess.Popen) -> None:
-    process.kill()
-    process.wait()
+    """End it; it says first where it is (``PYTHONFAULTHANDLER``)."""
+    process.send_signal(signal.SIGABRT)
+    try:
+        process.wait(timeout=ABORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def end_of(failed: Sequence[str]) -> None:

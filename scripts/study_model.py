@@ -23,22 +23,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from concentrate_runs import no_bar
+from side_by_side import explained
 from stored_results import as_text
+from study_ruler import NATIVE, YARN, OutOfTime, ProgressLines, positions_of, ruler_rows, ruler_settings
 
 from mala_hf.checkpoint import OFFLINE_MODEL, load_model
 from mala_hf.extras import how_to_install
 from mala_hf.implementations import Implementation, implementations_of, using_implementation
 from mala_hf.info import checked_out_commit, device_name, versions
 from mala_hf.ruler import TASKS
-from mala_hf.ruler.evaluation import RulerSettings, evaluate
-from mala_hf.ruler.summary import summarize
 from mala_hf.studies.row_store import RowStore
 
 # the paper's summary does not name its tasks: these are common ones
 KNOWLEDGE = ("mmlu", "arc_challenge", "openbookqa", "sciq")
 REASONING = ("hellaswag", "winogrande", "piqa", "gsm8k")
-NATIVE, YARN = "ruler_native", "ruler_yarn"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prepare", action="store_true", help="only draw RULER's samples, into the state folder")
     parser.add_argument("--state", type=Path, metavar="FOLDER", help="default: --output without its ending")
     parser.add_argument(
-        "--budget-seconds", type=float, default=float("inf"), help="begin no further part after so long"
+        "--budget-seconds", type=float, default=float("inf"), help="stop, to go on later, after so long"
     )
     parser.add_argument("--commit", help="commit to record; default: that of this checkout")
     parser.add_argument("--output", type=Path, required=True)
@@ -92,60 +90,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.state = options.state or options.output.with_suffix("")
     options.implementations = implementations_of(options.attn, options.taus)
     return options
-
-
-def positions_of(options: argparse.Namespace) -> int:
-    """The native length: as asked, or what the model's config has."""
-    from transformers import AutoConfig
-
-    from mala_hf.checkpoint import offline_place
-
-    if options.native_length:
-        return int(options.native_length)
-    place, files = (options.model, {}) if options.model else offline_place()
-    files = {key: value for key, value in files.items() if key == "gguf_file"}
-    return int(AutoConfig.from_pretrained(place, **files).get_text_config().max_position_embeddings)
-
-
-def ruler_settings(options: argparse.Namespace, part: str) -> RulerSettings:
-    """Native length, or ``--yarn-factor`` times it under YaRN."""
-    native = positions_of(options)
-    scaling, length = None, native
-    if part == YARN:
-        length = int(native * options.yarn_factor)
-        scaling = {"rope_type": "yarn", "factor": options.yarn_factor, "original_max_position_embeddings": native}
-    return RulerSettings(
-        output=options.state / part,
-        tasks=tuple(options.ruler_tasks),
-        lengths=(length,),
-        implementations=tuple(options.implementations),
-        num_samples=options.ruler_samples,
-        batch_size=options.batch_size,
-        chat_template=options.chat_template,
-        corpora=options.corpora,
-        model=options.model,
-        tokenizer=options.tokenizer,
-        rope_scaling=scaling,
-        dtype=None if options.dtype is None else getattr(torch, options.dtype),
-        device=options.device,
-    )
-
-
-def ruler_rows(options: argparse.Namespace, part: str) -> Iterator[dict[str, Any]]:
-    """One row for each implementation: the score of the length in percent, and those of its tasks."""
-    settings = ruler_settings(options, part)
-    found = evaluate(settings, make_bar=no_bar, notice=print)
-    assert found is not None  # one process
-    prompts, answers, _ = found
-    summary = summarize(prompts, answers, settings.implementations)
-    for row in summary["lengths"]:
-        if row["length"] is not None:
-            own = [
-                one
-                for one in summary["tasks"]
-                if (one["implementation"], one["tau"]) == (row["implementation"], row["tau"])
-            ]
-            yield {"part": part, **row, "tasks": {one["task"]: one["score"] for one in own}}
 
 
 def task_rows(
@@ -195,23 +139,42 @@ def run(options: argparse.Namespace) -> list[str]:
     rulers = [NATIVE, *([YARN] if options.yarn_factor else [])] if options.ruler_tasks else []
     manager = task_manager(options, [task for _, task in tasks]) if tasks else None
     loaded: tuple[Any, Any] | None = None
+    end = began + options.budget_seconds
     for part in rulers:
-        if not store.has(part=part) and time.monotonic() - began <= options.budget_seconds:
-            store.append(list(ruler_rows(options, part)))
+        if not store.has(part=part) and time.monotonic() <= end:
+            try:
+                store.append(list(ruler_rows(options, part, end)))
+            except OutOfTime:
+                break
+            write(options, settings, store, rulers, tasks)
     for part, task in tasks:
-        if not store.has(part=part, task=task) and time.monotonic() - began <= options.budget_seconds:
+        if not store.has(part=part, task=task) and time.monotonic() <= end:
             loaded = loaded or load_model(
                 options.model, tokenizer=options.tokenizer, device=options.device,
                 dtype=None if options.dtype is None else getattr(torch, options.dtype),
             )  # fmt: skip
             store.append(list(task_rows(options, part, task, manager, loaded)))
+            print(f"{part}, {task}: done after {time.monotonic() - began:.0f} s", flush=True)
+            write(options, settings, store, rulers, tasks)
+    left = write(options, settings, store, rulers, tasks)
+    print(shown(store.rows, options.implementations))
+    return left
+
+
+def write(
+    options: argparse.Namespace,
+    settings: dict[str, Any],
+    store: RowStore,
+    rulers: list[str],
+    tasks: list[tuple[str, str]],
+) -> list[str]:
+    """Write the rows that are there, and return the parts that are still open, which the file names too."""
     left = [part for part in rulers if not store.has(part=part)]
     left += [task for part, task in tasks if not store.has(part=part, task=task)]
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     facts = {"device": device_name(device), "commit": options.commit or checked_out_commit(), "versions": versions()}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(as_text(facts | settings | {"open": left, "rows": store.rows}), encoding="utf-8")
-    print(shown(store.rows, options.implementations))
     return left
 
 
@@ -256,7 +219,7 @@ def prepare(options: argparse.Namespace) -> None:
     from mala_hf.ruler.evaluation import prepare_samples
 
     for part in [NATIVE, *([YARN] if options.yarn_factor else [])]:
-        prompts = prepare_samples(ruler_settings(options, part), make_bar=no_bar, notice=print)
+        prompts = prepare_samples(ruler_settings(options, part), make_bar=ProgressLines(part), notice=print)
         print(f"{len(prompts)} samples in {options.state / part}")
 
 
@@ -268,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         left = run(options)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise SystemExit(f"study_model.py: {error}") from error
+        raise SystemExit(f"study_model.py: {explained(error)}") from error
     if left:
         print(f"out of time; the same command goes on with {', '.join(left)}")
 

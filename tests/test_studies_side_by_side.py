@@ -26,14 +26,16 @@ def script(tmp_path):
     return str(path)
 
 
-def test_a_run_that_hangs_is_stopped_after_the_others_were_told_of(script, capsys):
+def test_a_run_that_hangs_is_stopped_after_the_others_were_told_of(script, capfd):
     ended, began = [], time.monotonic()
     failed = run_side_by_side(script, [], ["hangs", "quick", "fails"], 3, 1.0, ended.append, grace_seconds=1.0)
     assert 2.0 <= time.monotonic() - began < 20.0
     assert sorted(ended[:2]) == ["fails", "quick"]
     assert ended[2] == "hangs"
     assert sorted(failed) == ["fails", "hangs"]
-    assert "hangs: stopped 1 s after the budget" in capsys.readouterr().err
+    said = capfd.readouterr().err
+    assert "hangs: stopped 1 s after the budget" in said
+    assert 'script.py", line 4 in <module>' in said  # where it was
     with pytest.raises(SystemExit, match="these failed, see above: "):
         end_of(failed)
     end_of([])

@@ -13,6 +13,7 @@ from project import ROOT
 sys.path.append(str(ROOT / "scripts"))
 
 import study_model
+import study_ruler
 import task_data
 import training_study_tables
 
@@ -117,6 +118,22 @@ def test_ruler_runs_at_native_length_and_under_yarn_and_goes_on(place, tmp_path)
         assert set(row["tasks"]) == {"niah_single_1", "fwe"}
         assert 0 <= row["score"] <= 100
         assert ("difference" in row) == (row["implementation"] == "mala")
+
+
+def test_a_part_that_runs_out_of_time_keeps_its_answers(place, tmp_path, capsys):
+    options = ["--small", "--knowledge", "--reasoning", "--batch-size", 1, "--state", tmp_path / "state"]
+    parsed = study_model.parsed(arguments(place, tmp_path / "model.json", *options))
+    answers = tmp_path / "state" / study_ruler.NATIVE
+    with pytest.raises(study_ruler.OutOfTime):
+        list(study_ruler.ruler_rows(parsed, study_ruler.NATIVE, end=0.0))
+    assert "ruler_native: 1 of 4 answers" in capsys.readouterr().out
+    stored = (answers / "answers.part-0.jsonl").read_text("utf-8").splitlines()
+    assert len(stored) == 2  # what made them, and one answer
+    rows = list(study_ruler.ruler_rows(parsed, study_ruler.NATIVE, end=float("inf")))
+    assert [set(row["tasks"]) for row in rows] == 2 * [{"niah_single_1", "fwe"}]
+    whole = (answers / "answers.jsonl").read_text("utf-8").splitlines()
+    assert len(whole) == 5
+    assert stored[1] in whole
 
 
 def test_the_headline_is_normalised_accuracy_where_there_is_one():

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from .recall_train import Cell, OutOfTime, Recipe, train_cell
 
 GRACE_SECONDS = 10.0  # after the deadline, in which a run says that it is out of time
 LOOK_SECONDS = 0.2
+ABORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ def outcome_of(cell: Cell, recipe: Recipe, device: torch.device, deadline: float
 
 def _work(connection: Connection, recipe: Recipe, device: str, deadline: float | None) -> None:
     """A worker: for each cell that comes "begun", then what became of it; None ends it."""
+    faulthandler.enable()
     while (cell := connection.recv()) is not None:
         connection.send("begun")
         connection.send(outcome_of(cell, recipe, torch.device(device), deadline))
@@ -78,6 +83,10 @@ class _Worker:
         return said
 
     def stop(self) -> None:
+        """End it; if it was at work it says first where it is."""
+        if self.cell is not None and self.began is not None and self.process.pid is not None:
+            os.kill(self.process.pid, signal.SIGABRT)
+            self.process.join(ABORT_SECONDS)
         self.process.kill()
         self.process.join()
         self.connection.close()
