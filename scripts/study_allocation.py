@@ -11,9 +11,7 @@ the same text. Everything is float32. A run that was stopped goes on when the sa
 
 from __future__ import annotations
 
-import time
-
-from study_command import finish, loaded, parsed, parser_of, store_of
+from study_command import Budget, finish, loaded, parsed, parser_of, store_of
 
 from mala_hf.studies.activations import text_windows
 from mala_hf.studies.matched_work import matched_work, typical_budgets
@@ -33,19 +31,20 @@ def main() -> None:
     store = store_of(options, taus=options.taus, tile=options.tile, windows=options.windows)
     model, tokenizer = loaded(options)
     text, _ = read_text(options.text)
+    budget = Budget(options)
     for length in options.lengths:
         windows = text_windows(tokenizer, text, length, 2 * options.windows)
         typical = None
         for number, ids in enumerate(windows[::2]):
-            if store.has(length=length, window=number):
+            part = f"{length:,} tokens, window {number}"
+            if store.has(length=length, window=number) or not budget.allows(part):
                 continue
-            began = time.perf_counter()
             if typical is None:
                 typical = typical_budgets(model, windows[1::2], options.taus, options.tile)
             rows = matched_work(model, ids, options.taus, options.tile, typical)
             store.append({"length": length, "window": number, **row} for row in rows)
-            print(f"{length:,} tokens, window {number}: {time.perf_counter() - began:.1f} s", flush=True)
-    finish(options, store)
+            budget.took(part)
+    finish(options, store, budget.not_run)
 
 
 if __name__ == "__main__":

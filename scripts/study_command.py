@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ def parser_of(description: str | None, sizes: Mapping[str, Any]) -> argparse.Arg
     parser.add_argument("--commit", help="commit to record; default: that of this checkout")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU measures in seconds")
     parser.add_argument("--output", type=Path, required=True, help="JSON; rows gather beside it until all are there")
+    parser.add_argument(
+        "--budget-seconds",
+        type=float,
+        default=float("inf"),
+        help="write what is there after so long; the same command goes on",
+    )
     for size, (full, small) in sizes.items():
         many = isinstance(full, tuple)
         kind = type(full[0] if many else full)
@@ -56,6 +63,29 @@ def parsed(parser: argparse.ArgumentParser, sizes: Mapping[str, Any]) -> argpars
     return options
 
 
+class Budget:
+    """Times the parts of a study, and says whether there is time for another one."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.began = time.monotonic()
+        self.end = self.began + options.budget_seconds
+        self.not_run: list[str] = []
+
+    def allows(self, part: str, seconds: float = 0.0) -> bool:
+        """Whether a part that takes at least so long would end in time; if not, it is among ``not_run``."""
+        if time.monotonic() + seconds < self.end:
+            self.began = time.monotonic()
+            return True
+        self.not_run.append(part)
+        return False
+
+    def took(self, part: str) -> float:
+        """Seconds since the part was allowed, which are printed."""
+        seconds = time.monotonic() - self.began
+        print(f"{part}: {seconds:.1f} s", flush=True)
+        return seconds
+
+
 def loaded(options: argparse.Namespace, dtype: str = "float32", **more: Any) -> tuple[Any, Any]:
     """Model, with torch's attention, and tokenizer."""
     return load_model(
@@ -78,8 +108,8 @@ def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
-def finish(options: argparse.Namespace, store: RowStore, **facts: Any) -> None:
-    """Write the result, and remove the rows that gathered beside it."""
+def finish(options: argparse.Namespace, store: RowStore, not_run: Sequence[str] = (), **facts: Any) -> None:
+    """Write the result, with what was ``not_run``; the rows that gathered beside it are removed when that is nothing."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     found = {
         "device": device_name(device),
@@ -88,6 +118,10 @@ def finish(options: argparse.Namespace, store: RowStore, **facts: Any) -> None:
         **store.settings,
         **as_json(facts),
     }
-    options.output.write_text(as_text(found | {"rows": store.rows}), "utf-8")
-    store.path.unlink()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(as_text(found | {"not_run": list(not_run), "rows": store.rows}), "utf-8")
     print(f"{len(store.rows)} rows in {options.output}")
+    if not_run:
+        print(f"out of time; the same command goes on with {', '.join(not_run)}")
+    else:
+        store.path.unlink()

@@ -12,10 +12,9 @@ YaRN. A run that was stopped goes on when the same command is given again.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from study_command import finish, loaded, parsed, parser_of, store_of
+from study_command import Budget, finish, loaded, parsed, parser_of, store_of
 from transformers import AutoConfig
 
 from mala_hf.checkpoint import GGUF_CONTEXT
@@ -48,22 +47,24 @@ def main() -> None:
     text, _ = read_text(options.text)
     positions = positions_of(options.model)
     model, ready = None, None
+    budget = Budget(options)
     for dtype in options.dtypes:
+        seconds = 0.0  # of the last window, which is no longer than the next
         for length in options.lengths:
             scaling, windows = scaling_of(length, positions), max(1, options.tokens // length)
             for number in range(windows):
-                if store.has(length=length, dtype=dtype, window=number):
+                part = f"{length:,} tokens, {dtype}, window {number}"
+                if store.has(length=length, dtype=dtype, window=number) or not budget.allows(part, seconds):
                     continue
                 if ready != (dtype, scaling):
                     model, tokenizer = loaded(options, dtype, rope_scaling=scaling)
                     ready = dtype, scaling
-                began = time.perf_counter()
                 ids = text_windows(tokenizer, text, length, windows)[number]
                 rows = fidelity_rows(layer_steps(model, ids), options.taus)
                 place = {"length": length, "dtype": dtype, "window": number, "yarn": scaling and scaling["factor"]}
                 store.append(place | row for row in rows)
-                print(f"{length:,} tokens, {dtype}, window {number}: {time.perf_counter() - began:.1f} s", flush=True)
-    finish(options, store)
+                seconds = budget.took(part)
+    finish(options, store, budget.not_run)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,11 @@ given again.
 
 from __future__ import annotations
 
-import time
-
-from study_command import finish, loaded, parsed, parser_of, store_of
+from study_command import Budget, finish, loaded, parsed, parser_of, store_of
 
 from mala_hf.studies.activations import text_windows
 from mala_hf.studies.decode_forms import decode_rows
-from mala_hf.studies.open_questions import Baseline, head_points, measure, path_variants, variants_of
+from mala_hf.studies.open_questions import Baseline, Variant, head_points, measure, path_variants, variants_of
 from mala_hf.text import read_text
 
 SIZES = {
@@ -40,22 +38,32 @@ def main() -> None:
     model, tokenizer = loaded(options)
     text, _ = read_text(options.text)
     first, *windows = text_windows(tokenizer, text, options.length, options.windows + 1)
-    variants = variants_of(options.taus, options.bounds, options.tile)
-    variants += path_variants(head_points(model, first, options.taus, options.tile), options.tile, options.steps)
+    budget = Budget(options)
+
+    def run(variants: list[Variant]) -> None:
+        for number, ids in enumerate(windows):
+            baseline = None
+            for variant in variants:
+                part = f"window {number}, {variant.name} {variant.setting:g}"
+                place = {"window": number, "variant": variant.name, "setting": variant.setting}
+                if store.has(**place) or not budget.allows(part):
+                    continue
+                baseline = baseline or Baseline.of(model, ids)
+                store.append([place | measure(model, baseline, variant)])
+                budget.took(part)
+
+    run(variants_of(options.taus, options.bounds, options.tile))
     for number, ids in enumerate(windows):
-        baseline = Baseline.of(model, ids)
-        for variant in variants:
-            if store.has(window=number, variant=variant.name, setting=variant.setting):
-                continue
-            began = time.perf_counter()
-            store.append([{"window": number, **measure(model, baseline, variant)}])
-            print(
-                f"window {number}, {variant.name} {variant.setting:g}: {time.perf_counter() - began:.1f} s", flush=True
-            )
-        if not store.has(window=number, variant="decode"):
+        part = f"window {number}, decode"
+        if not store.has(window=number, variant="decode") and budget.allows(part):
             rows = decode_rows(model, ids, options.taus[::2], options.tile[1], options.places)
             store.append({"window": number, "variant": "decode", **row} for row in rows)
-    finish(options, store)
+            budget.took(part)
+    if budget.allows("taus by layer and head"):  # chosen anew in every run, always the same ones
+        points = head_points(model, first, options.taus, options.tile)
+        budget.took("taus by layer and head")
+        run(path_variants(points, options.tile, options.steps))
+    finish(options, store, budget.not_run)
 
 
 if __name__ == "__main__":

@@ -160,37 +160,42 @@ def measure_decode(method: methods.Method, inputs: Inputs, device: torch.device,
     return {"relative_error": error, "peak_bytes": memory, **device_times(calls, device, budget_ms)}
 
 
-def measure(shape: OperatorShape, device: torch.device, budget_ms: float, wanted: tuple[str, ...]) -> dict[str, Any]:
-    """A row: what the inputs retain, and each wanted method's forward, backward and decode, or the reason why there is none.
+class OperatorBench:
+    """The methods on the same inputs, one after another. ``row``: what MALA retains of the inputs."""
 
-    Raises ``RuntimeError`` where full attention or MALA is wrong.
-    """
-    inputs = shape.inputs(device)
-    _, work = mala_attn_func(inputs.q, inputs.k, inputs.v, causal=True, return_work=True)
-    one = DecodeShape(1, shape.num_heads, shape.num_kv_heads, shape.seqlen, shape.head_dim)
-    token = decode_inputs(one, float(shape.slots), decode_slots, dtype=bench_dtype(device), device=device)
-    row: dict[str, Any] = {
-        "mala_key_slots_per_query": work.key_slots_per_query.mean().item(),
-        "mala_work_fraction": work.work_fraction.mean().item(),
-        "mala_decode_key_slots_per_query": decode_slots(token),
-    }
-    for name, make in methods_of(shape, inputs.q):
-        if name not in wanted:
-            continue
+    def __init__(self, shape: OperatorShape, device: torch.device, budget_ms: float) -> None:
+        self.shape, self.device, self.budget_ms = shape, device, budget_ms
+        self.inputs = shape.inputs(device)
+        _, work = mala_attn_func(self.inputs.q, self.inputs.k, self.inputs.v, causal=True, return_work=True)
+        one = DecodeShape(1, shape.num_heads, shape.num_kv_heads, shape.seqlen, shape.head_dim)
+        self.token = decode_inputs(one, float(shape.slots), decode_slots, dtype=bench_dtype(device), device=device)
+        self.row: dict[str, Any] = {
+            "mala_key_slots_per_query": work.key_slots_per_query.mean().item(),
+            "mala_work_fraction": work.work_fraction.mean().item(),
+            "mala_decode_key_slots_per_query": decode_slots(self.token),
+        }
+        self._makers = dict(methods_of(shape, self.inputs.q))
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """A method's forward, backward and decode, or the reason why there is none.
+
+        Raises ``RuntimeError`` where full attention or MALA is wrong.
+        """
+        found: dict[str, Any] = {}
         try:
-            method = make()
-            slots = method.slots(shape.seqlen) or row["mala_key_slots_per_query"]
-            row[name] = {"implementation": method.implementation, "key_slots_per_query": slots}
-            row[name]["forward_flops"] = forward_flops(name, shape, slots)
-            row[name] |= measure_sequence(method, inputs, device, budget_ms)
-            row[name]["decode"] = measure_decode(method, token, device, budget_ms)
+            method = self._makers[name]()
+            slots = method.slots(self.shape.seqlen) or self.row["mala_key_slots_per_query"]
+            found = {"implementation": method.implementation, "key_slots_per_query": slots}
+            found["forward_flops"] = forward_flops(name, self.shape, slots)
+            found |= measure_sequence(method, self.inputs, self.device, self.budget_ms)
+            found["decode"] = measure_decode(method, self.token, self.device, self.budget_ms)
         except Exception as error:  # a package that is absent, or no memory: the others can still be measured
             if name in OURS:
                 raise
-            row[name] = {**row.get(name, {}), "failed": reason(error)}
-        if device.type == "cuda":
+            found["failed"] = reason(error)
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
-    return row
+        return found
 
 
 METHODS = ("full", "mala", "moba", "nsa_package", "nsa", "dsa")

@@ -73,7 +73,7 @@ class Fidelity:
     tile: tuple[int, int] | None = None
     impl: str = "auto"
     figures: Figures = field(default_factory=Figures)
-    backward_slots: float = 0.0
+    backward_slots: Tensor | float = 0.0  # stays on the device: to read it is to wait
     errors: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in GRADIENTS})
     ran: tuple[tuple[int, int], str] | None = None  # tile, impl
     head_dims: tuple[int, int] = (0, 0)
@@ -92,7 +92,7 @@ class Fidelity:
             of_rows = out[0, rows].float().unflatten(0, (query_tiles, -1)).transpose(1, 2)  # (Q, H, M, E)
             error = (of_rows - scores.out).norm(dim=-1) / scores.out.norm(dim=-1)
             self.figures.add(step.layer, replace(outcome(scores, retained), out=of_rows, error=error))
-            self.backward_slots += backward_tiles(scores, retained, self.tau).sum().item() * block_m * block_n
+            self.backward_slots += backward_tiles(scores, retained, self.tau).sum() * block_m * block_n
         for name, of_heads in self.errors.items():
             of_heads += gradients[f"{name}_error"]
 
@@ -105,7 +105,7 @@ class Fidelity:
         assert self.ran is not None
         found = self.figures.to_dict()
         retained, visible = (found[f"{kind}_slots_per_query"] for kind in ("key", "visible"))
-        backward = self.backward_slots / self.figures.rows
+        backward = float(self.backward_slots) / self.figures.rows
         numbers = {"backward_slots": visible}
         whole = attention_flops(visible, visible, *self.head_dims, **numbers)
         state_only, saved = (

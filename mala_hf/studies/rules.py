@@ -19,6 +19,7 @@ from .scores import Scores, outcome
 
 ORDERS = ("diagonal", "sink")
 NORMALIZERS = ("evolving", "full")
+VISITED_AT_ONCE = 16  # tiles
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,26 @@ def choose(scores: Scores, rule: Rule, layer: int = 0) -> Tensor:
         # above tau = 1 a row may have no key that reaches its limit: its largest is retained
         limit = torch.minimum(scores.lse + threshold, scores.tile_max.amax(-1))
         return ((scores.tile_max >= limit[..., None]) & (scores.tile_max != -math.inf)).any(2)
+    maxima, masses = scores.tile_max, scores.log_mass
     if rule.splits == 1:
-        return _evolving(scores.tile_max, scores.log_mass, threshold, rule.order)
-    visible = scores.visible.sum(-1)  # (Q,) tiles, the first ones
-    part = torch.arange(scores.tile_max.shape[-1], device=visible.device) // (
-        -(-visible // rule.splits)[:, None]
-    )  # (Q, T)
-    found = torch.zeros_like(scores.tile_max[:, :, 0], dtype=torch.bool)
-    for split in range(rule.splits):
-        elsewhere = (part != split)[:, None, None]
-        maxima, masses = (x.masked_fill(elsewhere, -math.inf) for x in (scores.tile_max, scores.log_mass))
-        found |= _evolving(maxima, masses, threshold, rule.order)
-    return found
+        return _evolving(maxima[:, None], masses[:, None], threshold[:, None], rule.order)[:, 0]
+    # each split's tiles, as many columns as the widest has: a query tile's splits are as wide as one another
+    count = scores.tile_max.shape[-1]
+    width = -(-scores.visible.sum(-1) // rule.splits)  # (Q,)
+    column = torch.arange(int(width.max()), device=width.device)
+    tile = torch.arange(rule.splits, device=width.device)[:, None] * width[:, None, None] + column  # (Q, S, W)
+    inside = (column < width[:, None, None]) & (tile < count)
+    tile = tile.where(inside, 0)
+
+    def by_split(x: Tensor) -> Tensor:  # (Q, H, M, T) -> (Q, S, H, M, W)
+        found = x.gather(-1, tile.flatten(1)[:, None, None].expand(-1, *x.shape[1:3], -1))
+        found = found.unflatten(-1, tile.shape[1:]).movedim(-2, 1)
+        return found.masked_fill(~inside[:, :, None, None], -math.inf)
+
+    retained = _evolving(by_split(maxima), by_split(masses), threshold[:, None], rule.order)  # (Q, S, H, W)
+    retained = (retained & inside[:, :, None]).movedim(1, 2).flatten(2).to(torch.int8)  # (Q, H, S * W)
+    found = torch.zeros_like(maxima[:, :, 0], dtype=torch.int8)  # (Q, H, T)
+    return found.scatter_reduce(-1, tile.flatten(1)[:, None].expand(retained.shape), retained, "amax") > 0
 
 
 def _threshold(scores: Scores, tau: float | list[float]) -> Tensor:
@@ -93,15 +102,20 @@ def _threshold(scores: Scores, tau: float | list[float]) -> Tensor:
 
 
 def _evolving(tile_max: Tensor, log_mass: Tensor, threshold: Tensor, order: str) -> Tensor:
-    """The rule on (Q, H, M, T) in a visiting order: bool (Q, H, T)."""
+    """The rule on (Q, S, H, M, T), S splits that know nothing of one another, in a visiting order: bool (Q, S, H, T).
+
+    Some tiles at a time: the fixed point of few is found in few rounds, and those after them begin with what is then known.
+    """
     count = tile_max.shape[-1]
     visits = torch.arange(count - 1, -1, -1, device=tile_max.device)
     if order == "sink":
         visits = visits.roll(1)  # 0, then from the last to 1
-    maxima, masses = (x[..., visits][:, None] for x in (tile_max, log_mass))  # (Q, 1, H, M, T)
-    before = torch.full_like(maxima[..., 0], -math.inf)
-    retained, _ = retained_tiles(maxima, masses, before, threshold[:, None])
-    return retained[:, 0, :, visits.argsort()]
+    before = torch.full_like(tile_max[..., 0], -math.inf)
+    parts = []
+    for some in visits.split(VISITED_AT_ONCE):
+        retained, before = retained_tiles(tile_max[..., some], log_mass[..., some], before, threshold)
+        parts.append(retained)
+    return torch.cat(parts, -1)[..., visits.argsort()]
 
 
 def _certified(scores: Scores, rule: Rule, max_bound: float) -> Tensor:
