@@ -31,13 +31,14 @@ def _tests(name: str, command: str) -> str:
     rows = [
         [
             row["test"].removeprefix("test_").replace("_", " "),
-            *(f"{row[key]:,}" for key in ("passed", "failed")),
+            *(f"{row.get(key, 0):,}" for key in ("passed", "failed", "not_run")),
             *(f"{row[key]:,}" if key in row else "" for key in ("runs", "faults")),
         ]
         for row in found["rows"]
     ]
-    totals = ["all", *(f"{found[key]:,}" for key in ("passed", "failed", "runs", "faults"))]
-    return table(["what is tested", "cases passed", "failed", "repeated runs", "injected faults"], [*rows, totals])
+    totals = ["all", *(f"{found.get(key, 0):,}" for key in ("passed", "failed", "not_run", "runs", "faults"))]
+    header = ["what is tested", "cases passed", "failed", "not run", "repeated runs", "injected faults"]
+    return table(header, [*rows, totals])
 
 
 def reliability_cpu() -> str:
@@ -57,15 +58,47 @@ def sanitizer() -> str:
         return found
     said = {True: "nothing found", False: "**reported**", None: "reported, not judged"}
     rows = [
-        [row["tool"], row["kernels of"], row["family"], str(row["launches"]), str(row["errors"]), said[row["ok"]]]
+        [
+            row["tool"],
+            row["kernels of"],
+            row["family"],
+            str(row["launches"]),
+            str(row["errors"] if row["errors"] is not None else ""),
+            said[row["ok"]],
+        ]
         for row in found["rows"]
     ]
     return f"{found['sanitizer']}\n\n" + table(["tool", "kernels", "family", "launches", "reports", "verdict"], rows)
+
+
+def stress() -> str:
+    """Processes that share a GPU."""
+    found = _stored("stress_h200", "python scripts/stress.py results/stress_h200.json")
+    if isinstance(found, str):
+        return found
+    rows = [
+        [str(row["process"]), str(row["head_dim"]), f"{row['calls']:,}", f"{row['different']:,}"]
+        for row in found["rows"]
+    ]
+    return table(["process", "head_dim", "calls", "with other bits"], rows)
+
+
+def consan() -> str:
+    """What Triton's concurrency sanitizer said of Hopper's kernels."""
+    found = _stored("consan_h200", "python scripts/consan.py results/consan_h200.json --logs LOGS")
+    if isinstance(found, str):
+        return found
+    said = {True: "in order", False: "**out of order**", None: "no verdict"}
+    return table(
+        ["call", "launches", "verdict"], [[row["call"], str(row["launches"]), said[row["ok"]]] for row in found["rows"]]
+    )
 
 
 RELIABILITY_TABLES = {
     "fuzz": fuzz,
     "reliability_cpu": reliability_cpu,
     "reliability_gpu": reliability_gpu,
+    "stress": stress,
     "sanitizer": sanitizer,
+    "consan": consan,
 }
