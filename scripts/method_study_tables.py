@@ -53,6 +53,7 @@ def recall() -> str:
             f"{found['gpu']}, torch {found['versions']['torch']}: {recipe['pairs']} pairs, a vocabulary of {recipe['vocab_size']:,}; "
             f"{recipe['short_steps']} steps of {recipe['short_tokens']:,} tokens on shorter tasks, then {recipe['steps']} on "
             f"{recipe['batch']} sequences of the length; tested on {recipe['test_sequences'] * recipe['pairs']:,} queries."
+            + "".join(f" Failed: {name} ({why})." for name, why in found.get("failed", {}).items())
         )
         for seqlen, width in places(found["rows"]):
             rows = chosen(found["rows"], seqlen=seqlen, d_model=width)

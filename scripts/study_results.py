@@ -37,8 +37,14 @@ def title(found: Row) -> str:
     versions = found["versions"]
     return (
         f"{found['model']} on {found['text']}; {found['device']}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}."
+        f"transformers {versions['transformers']}.{missing(found)}"
     )
+
+
+def missing(found: Row) -> str:
+    """What a run has not measured, as a sentence after others; nothing for a whole one."""
+    not_run = found.get("not_run", ())
+    return f" Not measured yet: {'; '.join(not_run)}." if not_run else ""
 
 
 def percent(value: float, digits: int = 4) -> str:

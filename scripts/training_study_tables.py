@@ -51,12 +51,11 @@ def scaling_table(found: Found) -> str:
     lengths = [str(length) for length in found["plan"]["lengths"]]
     header = ["size", "attention", "parameters, M", *(f"perplexity, {int(n):,}" for n in lengths), "novel, longest"]
     header += ["training FLOPs", "of full attention's", "support saved", *(f"work, {int(n):,}" for n in lengths)]
-    full = {run["size"]: run["training_flops"]["state_only"] for run in found["runs"] if run["attention"] == "sdpa"}
+    whole = [run for run in found["runs"] if run["final"] is not None]
+    full = {run["size"]: run["training_flops"]["state_only"] for run in whole if run["attention"] == "sdpa"}
     rows = []
-    for run in found["runs"]:
+    for run in whole:
         final = run["final"]
-        if final is None:
-            continue
         nll = [final["nll"][n] for n in lengths]
         flops, base = run["training_flops"], full.get(run["size"])
         shares = [
@@ -89,7 +88,7 @@ def scaling_figures() -> dict[str, str]:
         }  # fmt: skip
         if work:
             figures[f"scaling_{suffix}_work"] = curves_svg("share of post-score work, MALA", Axis("step"), Axis(), work)
-        loss = {f"{run['size']} {run['attention']}": loss_by_flops(run) for run in found["runs"]}
+        loss = {f"{run['size']} {run['attention']}": loss_by_flops(run) for run in found["runs"] if run["stages"]}
         figures[f"scaling_{suffix}_loss"] = curves_svg(
             "training loss, nats per token", Axis("training FLOPs, scores counted in full", True), Axis(), loss
         )

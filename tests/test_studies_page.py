@@ -15,7 +15,7 @@ import study_tables
 from curves_figure import Axis, curves_svg
 from stored_results import ROOT
 from study_figures import study_figures
-from study_results import averaged, percent, runs
+from study_results import averaged, percent, runs, title
 
 PAGE = (ROOT / "docs" / "studies.md").read_text("utf-8")
 STUDIES = ("allocation", "fidelity", "open_questions")
@@ -93,6 +93,12 @@ def test_the_papers_figures_stand_first():
 def test_the_page_shows_every_figure():
     for name in study_figures():
         assert f"(studies/{name}.svg)" in PAGE
+
+
+def test_a_run_that_is_not_whole_says_so():
+    whole = next(iter(runs("fidelity").values()))
+    assert "Not measured" not in title(whole)
+    assert title(whole | {"not_run": ["a", "b"]}).endswith(". Not measured yet: a; b.")
 
 
 def test_windows_are_averaged_and_small_shares_keep_their_digits():

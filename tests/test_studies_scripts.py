@@ -13,6 +13,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import study_allocation
+import study_command
 import study_fidelity
 import study_open_questions
 
@@ -27,14 +28,15 @@ pytestmark = pytest.mark.transformers
 def run(place, tmp_path, monkeypatch):
     """Run a script at its small size on the tiny checkpoint; return its result."""
 
-    def run_script(name: str, *more: str) -> dict:
+    def run_script(name: str, *more: str, is_whole: bool = True) -> dict:
         output = tmp_path / f"{name}.json"
         options = ["--small", "--model", str(place / "tiny"), "--text", str(place / "text.txt"), "--device", "cpu"]
         monkeypatch.setattr(sys, "argv", [name, *options, "--output", str(output), *more])
         SCRIPTS[name].main()
         text = output.read_text("utf-8")
         assert not re.search(r'"/|/tmp|/root|/home', text)
-        assert not output.with_suffix(".rows.jsonl").exists()
+        assert is_whole or json.loads(text)["not_run"]
+        assert not (is_whole and output.with_suffix(".rows.jsonl").exists())
         return json.loads(text)
 
     return run_script
@@ -109,6 +111,30 @@ def test_a_run_that_was_stopped_goes_on(run, tmp_path, monkeypatch):
     monkeypatch.setattr(study_fidelity, "fidelity_rows", original)
     found = run("fidelity")
     assert [(row["length"], row["window"]) for row in found["rows"][::2]] == [(256, 0), (256, 1), (512, 0)]
+
+
+def test_a_run_whose_budget_ends_writes_what_it_has_and_names_the_rest(run, tmp_path, monkeypatch):
+    budgets = iter([True, False, False])
+    allows = study_command.Budget.allows
+    monkeypatch.setattr(
+        study_command.Budget,
+        "allows",
+        lambda self, part, seconds=0.0: allows(self, part, 0.0 if next(budgets) else 1e9),
+    )
+    found = run("fidelity", "--budget-seconds", "1e6", is_whole=False)
+    assert [(row["length"], row["window"]) for row in found["rows"][::2]] == [(256, 0)]
+    assert found["not_run"] == ["256 tokens, float32, window 1", "512 tokens, float32, window 0"]
+    monkeypatch.undo()
+    found = run("fidelity")
+    assert [(row["length"], row["window"]) for row in found["rows"][::2]] == [(256, 0), (256, 1), (512, 0)]
+    assert found["not_run"] == []
+
+
+def test_no_part_begins_when_the_budget_is_spent(run):
+    found = run("open_questions", "--budget-seconds", "0", is_whole=False)
+    assert found["rows"] == []
+    assert found["not_run"][:2] == ["window 0, rule 1", "window 0, rule 10"]
+    assert found["not_run"][-2:] == ["window 0, decode", "taus by layer and head"]
 
 
 def test_rows_come_back_as_json_has_them(tmp_path):

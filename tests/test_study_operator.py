@@ -10,11 +10,16 @@ import pytest
 import torch
 from project import ROOT
 
+sys.path.append(str(ROOT / "scripts"))
+
+import study_operator
+
 from mala_hf.studies import operator_methods
 from mala_hf.studies.nsa import NSAShape, compressed_rows
 from mala_hf.studies.operator_bench import METHODS, OperatorShape, errors_of, forward_flops, measure_decode, methods_of
 from mala_hf.workloads import Inputs
 
+OPTIONS = "--device cpu --seqlen 1024 --heads 2 1 --head-dim 16 --slots 512 --budget-ms 1 --commit abc"
 SMALL = OperatorShape(1024, 2, 1, 16, 512)
 
 
@@ -27,9 +32,12 @@ def tensors(seqlen=1024, num_heads=2):
 @pytest.fixture(scope="module", name="run")
 def a_small_run(tmp_path_factory):
     output = tmp_path_factory.mktemp("operator") / "operator.json"
-    command = "scripts/study_operator.py --device cpu --seqlen 1024 --heads 2 1 --head-dim 16 --slots 512 --budget-ms 1 --commit abc"
     done = subprocess.run(
-        [sys.executable, *command.split(), "--output", output], capture_output=True, text=True, cwd=ROOT, check=False
+        [sys.executable, "scripts/study_operator.py", *OPTIONS.split(), "--output", output],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(output.read_text("utf-8")), done.stdout
@@ -49,6 +57,33 @@ def test_every_method_is_measured_or_says_why_not(run):
             assert found["relative_error"] < 0.01
             assert max(found["gradient_errors"]) < 0.01
             assert all(found[part]["median_ms"] > 0 for part in ("forward", "backward", "decode"))
+
+
+def test_a_method_that_is_stored_is_not_measured_again(run, tmp_path, monkeypatch):
+    result, _ = run
+    monkeypatch.setattr(
+        sys, "argv", ["study_operator.py", *OPTIONS.split(), "--output", str(tmp_path / "operator.json")]
+    )
+    measured = []
+
+    def measure(self, name):
+        measured.append(name)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return {"failed": "no memory"} if name == "mala" else result[name]
+
+    monkeypatch.setattr(study_operator.OperatorBench, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        study_operator.main()
+    stopped = json.loads((tmp_path / "operator.json").read_text("utf-8"))
+    assert stopped["full"] == result["full"]
+    assert stopped["not_run"] == list(METHODS[2:])
+    study_operator.main()
+    assert measured[3:] == list(METHODS[1:])  # what failed is tried again
+    whole = json.loads((tmp_path / "operator.json").read_text("utf-8"))
+    assert whole["not_run"] == []
+    assert [name for name in METHODS if name in whole] == list(METHODS)
+    assert [one.name for one in tmp_path.iterdir()] == ["operator.json"]
 
 
 def test_methods_with_a_budget_have_the_slots_and_nsas_compressed_keys_on_top():

@@ -150,6 +150,10 @@ def test_one_command_runs_all_and_keeps_a_model(data, tmp_path, monkeypatch):
     row = training_study_tables.scaling_table(found).splitlines()[2].split(" | ")
     assert row[0].endswith(SIZE)
     assert f"{found['runs'][0]['training_flops']['state_only']:.3e}" in row
+    unfinished = found["runs"][0] | {"attention": "sdpa", "final": None}
+    lines = training_study_tables.scaling_table(found | {"runs": [unfinished, *found["runs"]]}).splitlines()
+    assert lines[2:] == training_study_tables.scaling_table(found).splitlines()[2:]  # no share of a part
+    assert found["not_run"] == []
     points = training_study_tables.loss_by_flops(found["runs"][0])
     assert [loss for _, loss in points] == [loss for _, loss in found["runs"][0]["loss"]]
     assert points[-1][0] == pytest.approx(found["runs"][0]["training_flops"]["state_only"])
