@@ -58,14 +58,8 @@ def sanitizer() -> str:
         return found
     said = {True: "nothing found", False: "**reported**", None: "reported, not judged"}
     rows = [
-        [
-            row["tool"],
-            row["kernels of"],
-            row["family"],
-            str(row["launches"]),
-            str(row["errors"] if row["errors"] is not None else ""),
-            said[row["ok"]],
-        ]
+        [row["tool"], row["kernels of"], row["family"], str(row["launches"])]
+        + (["", "**no verdict**"] if row["errors"] is None else [str(row["errors"]), said[row["ok"]]])
         for row in found["rows"]
     ]
     return f"{found['sanitizer']}\n\n" + table(["tool", "kernels", "family", "launches", "reports", "verdict"], rows)
