@@ -104,7 +104,9 @@ def run_side_by_side(
                     print(f"{label}: stopped {grace_seconds:.0f} s after the budget", file=sys.stderr, flush=True)
                 if process.poll() is not None:
                     del running[label]
-                    failed += [label] if process.returncode else []
+                    if process.returncode:
+                        failed.append(label)
+                        print(f"{label}: ended with code {process.returncode}, see above", file=sys.stderr, flush=True)
                     on_end(label)
             time.sleep(0.1)
     finally:

@@ -41,6 +41,7 @@ RULER_TASKS = (
     "niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multivalue", "niah_multiquery", "cwe", "fwe",
 )  # fmt: skip
 PLAN = "plan.json"
+JOBS = 3  # by estimate 20 GB each: logits of 2 x 4,096 tokens with their gradient, and the activations of 30 layers
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", metavar="ARM", help="run this one in this process and store it; others are left alone"
     )
-    parser.add_argument("--jobs", type=int, help="arms at a time (default: all on a GPU, else 1)")
+    parser.add_argument("--jobs", type=int, help=f"arms at a time (default: {JOBS} on a GPU, else 1)")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=2, help="sequences a step (default: 2)")
     parser.add_argument("--seqlen", type=int, default=4096, help="tokens a sequence (default: 4096)")
@@ -169,7 +170,7 @@ def run_all(options: argparse.Namespace) -> None:
         raise ValueError(f"each arm once, got {' '.join(options.arms)}")
     plan = plan_of(options)
     _, _, about = read_data(options.data)
-    jobs = options.jobs or (len(arms) if on_gpu(options.device) else 1)
+    jobs = options.jobs or (min(JOBS, len(arms)) if on_gpu(options.device) else 1)
     labels = [arm.label for arm in arms]
 
     def on_end(label: str) -> None:

@@ -35,6 +35,7 @@ def test_a_run_that_hangs_is_stopped_after_the_others_were_told_of(script, capfd
     assert sorted(failed) == ["fails", "hangs"]
     said = capfd.readouterr().err
     assert "hangs: stopped 1 s after the budget" in said
+    assert "fails: ended with code 1, see above" in said
     assert 'script.py", line 4 in <module>' in said  # where it was
     with pytest.raises(SystemExit, match="these failed, see above: "):
         end_of(failed)
