@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=240.0,
         metavar="X",
-        help="of several jobs, stop a run that takes longer (240)",
+        help="stop a run that takes longer (240)",
     )
     parser.add_argument("--device", metavar="NAME", help="default: a GPU")
     parser.add_argument("--commit", metavar="SHA", help="to record (default: the checkout's)")

@@ -52,8 +52,10 @@ def sweep(
 ) -> tuple[list[Cell], dict[Cell, str]]:
     """Run what the store lacks, ``jobs`` at a time, and store each row when it is there.
 
+    Runs have processes of their own, which can be stopped; a single job without ``run_seconds`` runs here.
+
     budget_seconds: no run begins that will take longer than what is left of it by the rows that are there, and one that would end later
-    is given up. run_seconds: of several jobs, one that takes longer hangs, is stopped and has failed. commit: kept with every row.
+    is given up. run_seconds: one that takes longer hangs, is stopped and has failed (None: none does). commit: kept with every row.
     Returns the cells for which there was no time, and those that failed, with the reason; the others go on.
     """
     wanted = [cell for cell in cells if not store.has(**asdict(cell))]
@@ -77,7 +79,7 @@ def sweep(
             store.append([ended.row | {"commit": commit}])
             on_row(ended.row)
 
-    if jobs == 1:
+    if jobs == 1 and run_seconds is None:
         for cell in in_time():
             keep(outcome_of(cell, recipe, device, deadline))
         return left, failed
