@@ -128,6 +128,26 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, jobs):
     assert {row["seqlen"] for row in store.rows} == {64, 66}
 
 
+def test_a_process_whose_run_failed_runs_no_other(tmp_path, monkeypatch):
+    """After an error of the GPU every later call of a process fails."""
+    started = []
+
+    class Counted(recall_workers._Worker):
+        def __init__(self, *arguments):
+            started.append(arguments)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(recall_workers, "_Worker", Counted)
+    cells = [Cell("full", 64, 32, 0), Cell("none", 64, 32, 0), Cell("full", 64, 32, 1)]
+    store = RowStore(tmp_path / "rows.jsonl", {})
+    _, failed = sweep(cells, TINY, store, CPU, run_seconds=60.0)
+    assert list(failed) == [cells[1]]
+    assert [row["seed"] for row in store.rows] == [0, 1]
+    assert len(started) == 2
+    assert sweep(cells[:1], TINY, store, CPU, run_seconds=60.0) == ([], {})
+    assert len(started) == 2  # none for what is there
+
+
 LONG = Cell("full", 65536, 32, 0)  # minutes on a CPU, where the others take a second
 
 

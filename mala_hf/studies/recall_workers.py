@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -42,13 +43,15 @@ def outcome_of(cell: Cell, recipe: Recipe, device: torch.device, deadline: float
         return Ended(cell, failed=reason(error))
     finally:
         if device.type == "cuda":
-            torch.cuda.empty_cache()
+            with contextlib.suppress(RuntimeError):  # of an error of the GPU, which the run has met first
+                torch.cuda.empty_cache()
 
 
 def _work(connection: Connection, recipe: Recipe, device: str, deadline: float | None) -> None:
-    """A worker: for each cell that comes "begun", then what became of it; None ends it."""
+    """A worker: for each cell that comes "begun", then what became of it, until it is stopped."""
     faulthandler.enable()
-    while (cell := connection.recv()) is not None:
+    while True:
+        cell = connection.recv()
         connection.send("begun")
         connection.send(outcome_of(cell, recipe, torch.device(device), deadline))
 
@@ -74,7 +77,7 @@ class _Worker:
         assert self.cell is not None
         try:
             said = self.connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # it has ended, perhaps amid an answer
             self.process.join()
             return Ended(self.cell, failed=f"its process ended with code {self.process.exitcode}")
         if said == "begun":
@@ -83,8 +86,13 @@ class _Worker:
         return said
 
     def stop(self) -> None:
-        """End it; if it was at work it says first where it is."""
-        if self.cell is not None and self.began is not None and self.process.pid is not None:
+        """End it, if it has not ended; if it was at work it says first where it is."""
+        if (
+            self.cell is not None
+            and self.began is not None
+            and self.process.is_alive()
+            and self.process.pid is not None
+        ):
             os.kill(self.process.pid, signal.SIGABRT)
             self.process.join(ABORT_SECONDS)
         self.process.kill()
@@ -114,14 +122,11 @@ class Workers:
 
     def run(self, cells: Iterator[Cell]) -> Iterator[Ended]:
         """What becomes of each cell, as it ends."""
-        more = True
         while True:
-            while more and (worker := self._idle()) is not None:
-                cell = next(cells, None)
-                more = cell is not None
-                if cell is not None:
-                    worker.give(cell)
             busy = [worker for worker in self._workers if worker.cell is not None]
+            while len(busy) < self.jobs and (cell := next(cells, None)) is not None:
+                busy.append(self._idle())
+                busy[-1].give(cell)
             if not busy:
                 return
             ready = wait([worker.connection for worker in busy], timeout=LOOK_SECONDS)
@@ -129,17 +134,17 @@ class Workers:
                 ended = worker.answer() if worker.connection in ready else self._overdue(worker)
                 if ended is not None:
                     worker.cell = None
+                    if ended.failed is not None:
+                        worker.stop()  # after an error of the GPU every later call of a process fails
                     if not worker.process.is_alive():
                         self._workers.remove(worker)
                     yield ended
 
-    def _idle(self) -> _Worker | None:
-        """A worker without a cell, started where there are fewer than jobs."""
+    def _idle(self) -> _Worker:
+        """A worker without a cell, a new one where all have one."""
         for worker in self._workers:
             if worker.cell is None:
                 return worker
-        if len(self._workers) == self.jobs:
-            return None
         self._workers.append(self._start())
         return self._workers[-1]
 
