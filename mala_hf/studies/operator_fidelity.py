@@ -73,7 +73,7 @@ class Fidelity:
     tile: tuple[int, int] | None = None
     impl: str = "auto"
     figures: Figures = field(default_factory=Figures)
-    backward_slots: Tensor | float = 0.0  # stays on the device: to read it is to wait
+    backward_slots: Tensor | int = 0  # stays on the device: to read it is to wait
     errors: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in GRADIENTS})
     ran: tuple[tuple[int, int], str] | None = None  # tile, impl
     head_dims: tuple[int, int] = (0, 0)
