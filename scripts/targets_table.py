@@ -10,8 +10,7 @@ from stored_results import results, table
 FORWARD = ("operator_h200", "operator_peers_h200")
 CUDNN, FA2, FA4 = "sdpa_cudnn", "sdpa_flash", "fa4"
 STEP = "forward_and_backward_ms"
-LONG = 131072
-NAMES = {LONG: "131,072", 32768: "32,768", 8192: "8,192"}
+LONG, MIDDLE, SHORT = 131072, 32768, 8192
 
 
 def ratios(rows: list[Row], ours: str, others: tuple[str, ...], key: str = "median_ms") -> list[float]:
@@ -31,29 +30,24 @@ def line(what: str, aim: float, measured: list[float]) -> list[str]:
     return [what, f"{aim:.2f}x", f"{min(measured):.2f}x", "holds" if min(measured) >= aim else "**below**"]
 
 
-def targets() -> str:
-    """Every target of the forward, a step of training, and the decode."""
+def forwards() -> list[list[str]]:
+    """Peaked inputs by length and retained slots, then those in which little can be skipped."""
     rows = operator_rows(*FORWARD)
-    steps = operator_rows(*BACKWARD)
-    decodes = results("decode_h200")["rows"]
+    aims = {1000: {LONG: 3.3, MIDDLE: 2.3, SHORT: 1.3}, 400: {LONG: 4, MIDDLE: 3, SHORT: 1.5}}
     lines = [
         line(
-            f"forward, {NAMES[seqlen]} tokens, about {slots:,} slots, over cuDNN",
+            f"forward, {seqlen:,} tokens, about {slots:,} slots, over cuDNN",
             aim,
             ratios(peaked(rows, seqlen, slots), "mala_auto", (CUDNN,)),
         )
-        for slots, aims in ((1000, (3.3, 2.3, 1.3)), (400, (4, 3, 1.5)))
-        for seqlen, aim in zip(NAMES, aims, strict=True)
+        for slots, by_length in aims.items()
+        for seqlen, aim in by_length.items()
     ]
-    lines.append(
-        line(
-            f"forward, {NAMES[LONG]} tokens, about 1,000 slots, over FlashAttention-4",
-            2.8,
-            ratios(peaked(rows, LONG, 1000), "mala_auto", (FA4,)),
-        )
-    )
     hard = [row for row in rows if share_flat(row) == 1 or row["seqlen"] < 2048]
-    lines += [
+    over_fa4 = f"forward, {LONG:,} tokens, about 1,000 slots, over FlashAttention-4"
+    return [
+        *lines,
+        line(over_fa4, 2.8, ratios(peaked(rows, LONG, 1000), "mala_auto", (FA4,))),
         line("forward at tau = 0, over cuDNN", 0.85, ratios(rows, "mala_tau0", (CUDNN,))),
         line(
             "forward, flat or below 2,048 tokens, over torch's kernels",
@@ -62,32 +56,39 @@ def targets() -> str:
         ),
         line("the same, over FlashAttention-4", 0.95, ratios(hard, "mala_auto", (FA4,))),
     ]
-    lines += [
+
+
+def steps() -> list[list[str]]:
+    """A forward and a backward at length."""
+    rows = operator_rows(*BACKWARD)
+    return [
         line(
-            f"forward and backward, {NAMES[LONG]} tokens, about {slots:,} slots, over cuDNN",
+            f"forward and backward, {LONG:,} tokens, about {slots:,} slots, over cuDNN",
             aim,
-            ratios(peaked(steps, LONG, slots), "mala_auto", (CUDNN,), STEP),
+            ratios(peaked(rows, LONG, slots), "mala_auto", (CUDNN,), STEP),
         )
         for slots, aim in ((400, 9), (1000, 7))
     ]
-    for form, aim in (("two_pass", 1.7), ("mala_int8", 2.8)):
+
+
+def decodes() -> list[list[str]]:
+    """Both forms at length, then the default where it can gain little."""
+    rows = results("decode_h200")["rows"]
+    lines = []
+    for form, name, aim in (("two_pass", "two passes", 1.7), ("mala_int8", "INT8 plane", 2.8)):
         for batch in (1, 8):
-            some = [row for row in decodes if (row["batch"], row["context"]) == (batch, LONG) and not share_flat(row)]
-            name = {"two_pass": "two passes", "mala_int8": "INT8 plane"}[form]
-            lines.append(
-                line(
-                    f"decode, {batch} x {NAMES[LONG]}, {name}, over cuDNN and FlashAttention-2",
-                    aim,
-                    ratios(some, form, (CUDNN, FA2)),
-                )
-            )
-    short = [row for row in decodes if row["context"] == 8192]
-    lines += [
-        line('decode at 8,192 tokens, "auto", over both', 0.97, ratios(short, "auto", (CUDNN, FA2))),
-        line(
-            'decode of flat inputs, "auto", over both',
-            0.95,
-            ratios([row for row in decodes if share_flat(row) == 1], "auto", (CUDNN, FA2)),
-        ),
+            some = [row for row in rows if (row["batch"], row["context"]) == (batch, LONG) and not share_flat(row)]
+            what = f"decode, {batch} x {LONG:,}, {name}, over cuDNN and FlashAttention-2"
+            lines.append(line(what, aim, ratios(some, form, (CUDNN, FA2))))
+    short = [row for row in rows if row["context"] == SHORT]
+    flat = [row for row in rows if share_flat(row) == 1]
+    return [
+        *lines,
+        line(f'decode at {SHORT:,} tokens, "auto", over both', 0.97, ratios(short, "auto", (CUDNN, FA2))),
+        line('decode of flat inputs, "auto", over both', 0.95, ratios(flat, "auto", (CUDNN, FA2))),
     ]
-    return table(["", "aimed at", "lowest measured", ""], lines)
+
+
+def targets() -> str:
+    """Every target of the forward, a step of training, and the decode."""
+    return table(["", "aimed at", "lowest measured", ""], [*forwards(), *steps(), *decodes()])
