@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from concentrate_plan import START, Arm, Plan
+from stored_results import write_whole
 from study_data import TRAIN, windows_of
 from torch import Tensor
 from training_runs import Attention, Curves, Windows, training_arguments, work_of
@@ -69,8 +70,7 @@ class Measure(TrainerCallback):
         point |= {name: logs[name] for name in ("loss", LOGGED) if logs and name in logs}
         self.points.append(point | measure(self.model, self.texts, self.plan))
         self.model.train(was_training)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.points), encoding="utf-8")
+        write_whole(self.path, json.dumps(self.points))
         self.on_point()
 
 
@@ -153,7 +153,7 @@ def ruler(model: Any, tokenizer: Any, plan: Plan, data: Path, folder: Path) -> d
     output = folder / "ruler"
     output.mkdir(parents=True, exist_ok=True)
     if not (output / SAMPLES).exists():
-        shutil.copy(data / SAMPLES, output / SAMPLES)
+        shutil.copy(data / SAMPLES, output / "samples.tmp").replace(output / SAMPLES)
     implementations = (Implementation("sdpa"), Implementation("mala"))
     model.config.get_text_config().mala = plan.settings
     settings = RulerSettings(
@@ -212,7 +212,7 @@ def run_arm(
             "points": points,
             "ruler": json.loads(scores.read_text("utf-8")) if scores.exists() else None,
         }
-        (folder / RESULT).write_text(json.dumps(found | {"device": device_name(model.device)}), encoding="utf-8")
+        write_whole(folder / RESULT, json.dumps(found | {"device": device_name(model.device)}))
         return found
 
     def on_point() -> None:
@@ -222,7 +222,7 @@ def run_arm(
         done = train(model, arm, parts, plan, folder, deadline, on_point)
         if done and plan.ruler_tasks and not scores.exists() and time.monotonic() < deadline:
             result()
-            scores.write_text(json.dumps(ruler(model, tokenizer, plan, data, folder)), encoding="utf-8")
+            write_whole(scores, json.dumps(ruler(model, tokenizer, plan, data, folder)))
     return result(done and (scores.exists() or not plan.ruler_tasks))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from scaling_models import Size, Trained
 from scaling_plan import Plan, Stage
+from stored_results import write_whole
 from study_data import TRAIN, windows_of
 from torch import Tensor
 
@@ -109,7 +110,6 @@ class Run:
                 with record_work(self.model) as report:
                     loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
                 self._slots = slots_of(report)
-                self.tile = next(iter(next(iter(report.layers.values())).tiles))
             else:
                 loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
                 visible = float(len(ids) * self.shape.causal_slots(ids.shape[1], self.default_tile()))
@@ -235,9 +235,7 @@ def run_one(
             **run.facts,
             "final": final,
         }
-        scratch = folder / "result.tmp"
-        scratch.write_text(json.dumps(found), encoding="utf-8")
-        scratch.replace(folder / RESULT)
+        write_whole(folder / RESULT, json.dumps(found))
         return found
 
     def on_measured() -> None:

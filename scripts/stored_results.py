@@ -26,6 +26,14 @@ def as_text(found: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: who reads it meanwhile, or after a run that was stopped, finds the old text or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(text, "utf-8")
+    scratch.replace(path)
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, numbers to the right."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]

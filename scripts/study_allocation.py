@@ -28,10 +28,10 @@ SIZES = {
 def main() -> None:
     """Measure every window of every length."""
     options = parsed(parser_of(__doc__, SIZES), SIZES)
+    budget = Budget(options)
     store = store_of(options, taus=options.taus, tile=options.tile, windows=options.windows)
     model, tokenizer = loaded(options)
     text, _ = read_text(options.text)
-    budget = Budget(options)
     for length in options.lengths:
         windows = text_windows(tokenizer, text, length, 2 * options.windows)
         typical = None

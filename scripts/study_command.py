@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stored_results import as_text
+from stored_results import as_text, write_whole
 
 from mala_hf.checkpoint import OFFLINE_MODEL, load_model
 from mala_hf.info import checked_out_commit, device_name, versions
@@ -118,8 +118,7 @@ def finish(options: argparse.Namespace, store: RowStore, not_run: Sequence[str] 
         **store.settings,
         **as_json(facts),
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(as_text(found | {"not_run": list(not_run), "rows": store.rows}), "utf-8")
+    write_whole(options.output, as_text(found | {"not_run": list(not_run), "rows": store.rows}))
     print(f"{len(store.rows)} rows in {options.output}")
     if not_run:
         print(f"out of time; the same command goes on with {', '.join(not_run)}")

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from concentrate_plan import Arm, Plan
 from concentrate_runs import RESULT, line_of, no_bar, run_arm
 from side_by_side import end_of, on_gpu, run_side_by_side, run_study
-from stored_results import as_text
+from stored_results import as_text, write_whole
 from study_data import read_data, write_data
 from study_texts import DJANGO_DOCS, SQLALCHEMY_DOCS, read_sources
 
@@ -159,8 +159,7 @@ def check_plan(plan: Plan, path: Path) -> None:
         differing = [key for key in now if key != "steps" and before.get(key) != now[key]]
         if differing:
             raise ValueError(f"{path.parent} is of a plan with other {', '.join(differing)}: choose another --state")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(now), encoding="utf-8")
+    write_whole(path, json.dumps(now))
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -199,8 +198,7 @@ def write_results(options: argparse.Namespace, plan: Plan, about: dict, arms: li
         "not_run": [arm.label for arm in arms if arm.label not in done],
         "arms": runs,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(as_text(result), encoding="utf-8")
+    write_whole(options.output, as_text(result))
     return runs
 
 

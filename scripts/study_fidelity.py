@@ -43,11 +43,11 @@ def scaling_of(length: int, positions: int) -> dict[str, Any] | None:
 def main() -> None:
     """Measure every length in every precision, one model load for each kind of positions."""
     options = parsed(parser_of(__doc__, SIZES), SIZES)
+    budget = Budget(options)
     store = store_of(options, taus=options.taus, tokens=options.tokens)
     text, _ = read_text(options.text)
     positions = positions_of(options.model)
     model, ready = None, None
-    budget = Budget(options)
     for dtype in options.dtypes:
         seconds = 0.0  # of the last window, which is no longer than the next
         for length in options.lengths:

@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from side_by_side import explained
-from stored_results import as_text
+from stored_results import as_text, write_whole
 from study_ruler import NATIVE, YARN, OutOfTime, ProgressLines, positions_of, ruler_rows, ruler_settings
 
 from mala_hf.checkpoint import OFFLINE_MODEL, load_model
@@ -173,8 +173,7 @@ def write(
     left += [task for part, task in tasks if not store.has(part=part, task=task)]
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     facts = {"device": device_name(device), "commit": options.commit or checked_out_commit(), "versions": versions()}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(as_text(facts | settings | {"open": left, "rows": store.rows}), encoding="utf-8")
+    write_whole(options.output, as_text(facts | settings | {"not_run": left, "rows": store.rows}))
     return left
 
 

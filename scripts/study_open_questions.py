@@ -33,12 +33,12 @@ SIZES = {
 def main() -> None:
     """Measure every variant on every window."""
     options = parsed(parser_of(__doc__, SIZES), SIZES)
+    budget = Budget(options)
     settings = {name: getattr(options, name) for name in SIZES}
     store = store_of(options, **settings)
     model, tokenizer = loaded(options)
     text, _ = read_text(options.text)
     first, *windows = text_windows(tokenizer, text, options.length, options.windows + 1)
-    budget = Budget(options)
 
     def run(variants: list[Variant]) -> None:
         for number, ids in enumerate(windows):

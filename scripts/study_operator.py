@@ -4,7 +4,7 @@
     python scripts/study_operator.py --output results/study_operator_h200.json
     python scripts/study_operator.py --device cpu --seqlen 1024 --heads 2 1 --head-dim 32 --slots 512 --output operator.json
 
-A method's row is stored when it is measured; the same command goes on with the others, and with those that failed.
+A method's row is stored when it is measured. Until each has one the same command goes on with the others, and with those that failed.
 
 The heads are those of one GPU: 16 query heads on one KV head are a rank of eight of a model with 128 and 8. With the heads of one layer
 spread over GPUs that run together, ``bench_tensor_parallel.py`` measures full attention and MALA.

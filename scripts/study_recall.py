@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stored_results import as_text
+from stored_results import as_text, write_whole
 
 from mala_hf.bench.runner import bench_device, new_result
 from mala_hf.studies.recall_model import CEILING, METHODS
@@ -112,7 +112,7 @@ def main() -> None:
         NOT_RUN: [named(cell) for cell in cells if not store.has(**asdict(cell))],
         FAILED: {named(cell): why for cell, why in failed.items()},
     }
-    options.output.write_text(as_text(store.settings | missing | {"rows": store.rows}), "utf-8")
+    write_whole(options.output, as_text(store.settings | missing | {"rows": store.rows}))
     store.path.unlink(missing_ok=True)
     print(f"{len(store.rows)} runs stored, {len(left)} left")
     for name, why in missing[FAILED].items():

@@ -27,7 +27,7 @@ from scaling_models import SIZES, Size, Trained
 from scaling_plan import Plan, Stage
 from scaling_runs import RESULT, Run, run_one
 from side_by_side import end_of, on_gpu, run_side_by_side, run_study
-from stored_results import as_text
+from stored_results import as_text, write_whole
 from study_data import read_data, write_data
 from study_texts import (
     DJANGO_CODE,
@@ -178,8 +178,7 @@ def check_plan(plan: Plan, path: Path) -> None:
     if path.exists() and (before := json.loads(path.read_text("utf-8"))) != now:
         differing = [key for key in now if before.get(key) != now[key]]
         raise ValueError(f"{path.parent} is of a plan with other {', '.join(differing)}: choose another --state")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(now), encoding="utf-8")
+    write_whole(path, json.dumps(now))
 
 
 def keep(run: Run, tokenizer: Any, folder: Path) -> None:
@@ -222,8 +221,7 @@ def write_results(options: argparse.Namespace, plan: Plan, about: dict, labels: 
         "not_run": [label for label in labels if label not in runs or not runs[label]["complete"]],
         "runs": list(runs.values()),
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(as_text(result), encoding="utf-8")
+    write_whole(options.output, as_text(result))
     return list(runs.values())
 
 

@@ -75,7 +75,7 @@ def test_local_data_gives_knowledge_and_reasoning_a_score(place, tmp_path, monke
         assert row["metric"] == "acc_norm"
         assert row["examples"] == 6
         assert row["score"] in [pytest.approx(100 * n / 6) for n in range(7)]
-    assert found["open"] == []
+    assert found["not_run"] == []
     assert found["model"] == "tiny"
     assert str(place) not in output.read_text("utf-8")
     last = capsys.readouterr().out.splitlines()
@@ -105,11 +105,11 @@ def test_ruler_runs_at_native_length_and_under_yarn_and_goes_on(place, tmp_path)
     options = ["--small", "--knowledge", "--reasoning", "--ruler-samples", 1]
     first = arguments(place, output, *options, "--budget-seconds", 0)
     study_model.main(first)
-    assert json.loads(output.read_text("utf-8"))["open"] == ["ruler_native", "ruler_yarn"]
+    assert json.loads(output.read_text("utf-8"))["not_run"] == ["ruler_native", "ruler_yarn"]
     study_model.main(arguments(place, output, *options, "--prepare"))
     study_model.main(arguments(place, output, *options))
     found = json.loads(output.read_text("utf-8"))
-    assert found["open"] == []
+    assert found["not_run"] == []
     places = [(row["part"], row["length"], row["implementation"]) for row in found["rows"]]
     assert places == [
         (p, n, one) for p, n in (("ruler_native", 1024), ("ruler_yarn", 2048)) for one in ("sdpa", "mala")
