@@ -23,8 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _write(entry: dict[str, Any]) -> None:
-    with open(os.environ["RELIABILITY_LOG"], "a", encoding="utf-8") as log:
-        log.write(json.dumps(entry) + "\n")
+    with open(os.environ["RELIABILITY_LOG"], "ab", buffering=0) as log:  # a line at once: several processes write
+        log.write(json.dumps(entry).encode() + b"\n")
 
 
 class _Names:

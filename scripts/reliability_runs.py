@@ -13,10 +13,8 @@ Exit code: 0 where all passed, 1 where something failed, 3 where nothing did and
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stored_results import ROOT, as_text
+from process_ends import end_session, exit_on_sigterm
+from stored_results import ROOT, as_text, write_whole
 
 FILES = (
     "tests/test_two_gpus.py",
@@ -46,7 +45,9 @@ MOST_JOBS = 8
 
 def rows_of(log: Path) -> list[dict[str, Any]]:
     """One for each test function: its cases by outcome, seconds, and the sums of the properties that it recorded."""
-    entries = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
+    text = log.read_text("utf-8") if log.exists() else ""
+    lines = text.splitlines(keepends=True)
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half there
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     cases: dict[str, set[str]] = {}
     for entry in entries:
@@ -61,7 +62,9 @@ def rows_of(log: Path) -> list[dict[str, Any]]:
     empty = {"passed": 0, "failed": 0, "skipped": 0, "not_run": 0}
     for name, outcomes in cases.items():
         row = _row_of(rows, name, empty)
-        row[next((x for x in ("failed", "skipped", "passed") if x in outcomes and "done" in outcomes), "not_run")] += 1
+        # a test that crashed its process has failed and has no end
+        ended = ("failed", "skipped", "passed") if "done" in outcomes else ("failed",)
+        row[next((x for x in ended if x in outcomes), "not_run")] += 1
     for entry in entries:
         if "name" in entry:
             row = _row_of(rows, entry["name"].split("@")[0], empty)
@@ -106,14 +109,12 @@ def run(tests: list[str], jobs: int, seconds: float | None, output: Path) -> tup
         try:
             while process.poll() is None and (end is None or time.monotonic() < end):
                 time.sleep(STEP)
-                output.write_text(as_text(summary(rows_of(log))), "utf-8")
+                write_whole(output, as_text(summary(rows_of(log))))
             code = process.poll()
         finally:
-            with contextlib.suppress(ProcessLookupError):  # its workers too, and what they have started
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_session(process)  # its workers too, and what they have started
         rows = rows_of(log)
-    output.write_text(as_text(summary(rows)), "utf-8")
+    write_whole(output, as_text(summary(rows)))
     return code, rows
 
 
@@ -125,6 +126,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, MOST_JOBS), help="processes")
     parser.add_argument("--seconds", type=float, help="end it after so long")
     options = parser.parse_args()
+    exit_on_sigterm()
     code, rows = run(options.only or list(FILES), options.jobs, options.seconds, options.output)
     for row in rows:
         if row["not_run"]:

@@ -56,7 +56,7 @@ def sanitizer() -> str:
     found = _stored("sanitizer_h200", "python scripts/sanitize.py results/sanitizer_h200.json --logs LOGS")
     if isinstance(found, str):
         return found
-    said = {True: "nothing found", False: "**reported**", None: "reported, not judged"}
+    said = {True: "nothing found", False: "**reported**", None: "not judged"}
     rows = [
         [row["tool"], row["kernels of"], row["family"], str(row["launches"])]
         + (["", "**no verdict**"] if row["errors"] is None else [str(row["errors"]), said[row["ok"]]])

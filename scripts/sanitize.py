@@ -10,7 +10,7 @@ it, and the Python package nvidia-cuda-sanitizer-api a newer one. racecheck runs
 through pointers, where each access to shared memory is one of a thread, and over the kernels that are shipped.
 
 The calls of scripts/run_every_kernel.py run once without the tool first, so that compilation is not what is watched. Memory comes
-straight from CUDA, not from torch's cache, so that a step beyond a tensor is one beyond an allocation. Two minutes on one H200.
+straight from CUDA, not from torch's cache, so that a step beyond a tensor is one beyond an allocation.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from process_ends import end_session, exit_on_sigterm
 from run_every_kernel import CALLS
 from sanitizer_log import EXIT_CODE, verdicts
-from stored_results import ROOT, as_text
+from stored_results import ROOT, as_text, write_whole
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SHIPPED, PORTABLE = "as shipped", "portable, pointers"
@@ -66,12 +67,15 @@ def watch(tool: str, way: str, calls: list[str], program: str, folder: Path, lim
     path = folder / f"{tool}-{re.sub(r'[^a-z0-9]+', '-', f'{way} {name}'.lower())}.txt"
     with path.open("w", encoding="utf-8") as log:
         command = [program, *options, *driver_of(calls, way)]
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            code = subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=limit
-            ).returncode
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = -1
+        finally:
+            end_session(process)  # the driver too, which the tool has started
     return code, path.read_text("utf-8", errors="replace")
 
 
@@ -92,6 +96,7 @@ def main() -> int:
     parser.add_argument("--each", action="store_true", help="a process for each call")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a process")
     options = parser.parse_args()
+    exit_on_sigterm()
     program = sanitizer()
     if program is None:
         print(
@@ -118,7 +123,7 @@ def main() -> int:
         for row in found:
             print({key: row[key] for key in (*named, "family", "launches", "ok", "errors")}, flush=True)
         summary = {"sanitizer": text, "calls": len(calls), "rows": rows}
-        options.output.write_text(as_text(summary), "utf-8")  # what was found so far outlives a run that is cut short
+        write_whole(options.output, as_text(summary))  # what was found so far outlives a run that is cut short
     return 1 if any(row["ok"] is False for row in rows) else 0
 
 

@@ -31,10 +31,13 @@ FAMILIES = {
 OTHER = "everything else"
 # in Gluon: warpgroups that meet at mbarriers and fill shared memory with the tensor-memory accelerator
 HOPPERS = ("Hopper forward", "Hopper discovery")
-JUDGES_HOPPERS_SINCE = (2026, 3)  # racecheck of older versions takes such kernels' order for none: docs/reliability.md
+JUDGES_HOPPERS_SINCE = (
+    2026,
+    3,
+)  # what racecheck of older versions knows of such kernels' order is less: docs/reliability.md
 MESSAGES, LINES, LONGEST = 10, 3, 400  # kept of a family, and of a message
 SUMMARY = re.compile(
-    r"^=+ (?:ERROR SUMMARY: (\d+) errors?(?! were not)|RACECHECK SUMMARY: (\d+) hazard.*?\((\d+) error.*?(\d+) warn)",
+    r"^=+ (?:ERROR SUMMARY: (\d+) errors?\b(?! were not)|RACECHECK SUMMARY: (\d+) hazard.*?\((\d+) error.*?(\d+) warn)",
     re.M,
 )
 NOT_WATCHED = (
@@ -78,13 +81,14 @@ def verdicts(tool: str, code: int, log: str, version: tuple[int, ...] = JUDGES_H
     """A row for each family that was launched, and one for what no family of ours accounts for, if anything.
 
     ``ok``: True where the tool watched and found nothing; False where it found something, or where a log without a summary, or a driver
-    that failed by itself, is no verdict; None where a racecheck too old to know the order of Hopper's kernels reports them.
+    that failed by itself, is no verdict; None for Hopper's kernels by a racecheck too old to know their order, whatever it says.
     ``errors``: how many reports; None where nothing was watched. ``messages``: first lines of distinct ones, and how often.
     """
     counts = [
         max(int(one or 0), int(shown or 0), int(e or 0) + int(w or 0)) for one, shown, e, w in SUMMARY.findall(log)
     ]
-    watched = bool(counts) and code in (0, EXIT_CODE) and not any(text in log for text in NOT_WATCHED)
+    ended = code == 0 or (code == EXIT_CODE and any(counts))  # that code without a report is another's
+    watched = bool(counts) and ended and not any(text in log for text in NOT_WATCHED)
     family_of = {kernel: family for family, kernels in FAMILIES.items() for kernel in kernels}
     found: dict[str, list[list[str]]] = {}
     for lines in reports(log):
@@ -97,7 +101,7 @@ def verdicts(tool: str, code: int, log: str, version: tuple[int, ...] = JUDGES_H
         if number or family in found:
             rows.append(_row(family, number, found.get(family, []), watched))
             judged = tool != "racecheck" or family not in HOPPERS or version >= JUDGES_HOPPERS_SINCE
-            if watched and rows[-1]["errors"] and not judged:
+            if watched and not judged:
                 rows[-1]["ok"] = None
     hidden = max(0, sum(counts) - sum(map(len, found.values())))  # beyond the limit of what is printed
     if found.get(OTHER) or hidden or not rows:

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from process_ends import exit_on_sigterm
 
 GRACE_SECONDS = 20.0  # after the budget, in which a run stores what it has
-ABORT_SECONDS = 5.0
+ABORT_SECONDS, LEAST_SECONDS = 5.0, 0.5  # for all runs that are stopped, and for each
 FRAMES = 6  # of a traceback that are shown
 
 
@@ -43,6 +44,7 @@ def run_study(
         elif options.only is not None:
             run_one(options, options.only)
         else:
+            exit_on_sigterm()
             run_all(options)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"{Path(sys.argv[0]).name}: {explained(error)}") from error
@@ -98,10 +100,10 @@ def run_side_by_side(
                 label = waiting.pop(0)
                 command = [sys.executable, script, *arguments, "--only", label, "--budget-seconds", str(left)]
                 running[label] = subprocess.Popen(command, env=environment)
-            for label, process in list(running.items()):
-                if process.poll() is None and left < -grace_seconds:
-                    _stop(process)
+            if left < -grace_seconds:
+                for label in _stop(running):
                     print(f"{label}: stopped {grace_seconds:.0f} s after the budget", file=sys.stderr, flush=True)
+            for label, process in list(running.items()):
                 if process.poll() is not None:
                     del running[label]
                     if process.returncode:
@@ -110,19 +112,22 @@ def run_side_by_side(
                     on_end(label)
             time.sleep(0.1)
     finally:
-        for process in running.values():
-            _stop(process)
+        _stop(running)
     return failed
 
 
-def _stop(process: subprocess.Popen) -> None:
-    """End it; it says first where it is (``PYTHONFAULTHANDLER``)."""
-    process.send_signal(signal.SIGABRT)
-    try:
-        process.wait(timeout=ABORT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _stop(processes: Mapping[str, subprocess.Popen]) -> list[str]:
+    """End those that run, one after another so that what each says of where it is (``PYTHONFAULTHANDLER``) stays whole; their names."""
+    late = [name for name, process in processes.items() if process.poll() is None]
+    end = time.monotonic() + ABORT_SECONDS  # for all of them
+    for name in late:
+        processes[name].send_signal(signal.SIGABRT)
+        try:
+            processes[name].wait(timeout=max(LEAST_SECONDS, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            processes[name].kill()
+            processes[name].wait()
+    return late
 
 
 def end_of(failed: Sequence[str]) -> None:

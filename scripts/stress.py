@@ -17,6 +17,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from stored_results import as_text
+from process_ends import exit_on_sigterm
+from stored_results import as_text, write_whole
 from torch import Tensor
 
 from mala_hf.ops import mala_attn_func, quantize_keys
@@ -33,6 +35,7 @@ from mala_hf.workloads import peaked_inputs
 
 Ways = dict[str, Callable[[], list[Tensor]]]
 HEADS, KV_HEADS, LINKS = 8, 4, 1.0
+START_SECONDS = 300.0  # to compile, beside the time that a run is given
 
 
 def ways_of(head_dim: int, seqlen: int, seed: int, device: str) -> Ways:
@@ -99,13 +102,14 @@ def work(options: argparse.Namespace) -> None:
     ways = ways_of(head_dim, options.seqlen, options.seed, options.device)
     first = {name: run() for name, run in ways.items()}
     print("ready", digest(first), flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():
+        raise SystemExit("the others are gone")
     found = repeat(ways, first, options.seconds)
     print(json.dumps({"process": options.process, "head_dim": head_dim, "first": digest(first), **found}), flush=True)
 
 
 def together(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of all processes. RuntimeError where one fails."""
+    """Rows of all processes. RuntimeError where one fails, or hangs: where not all have ended START_SECONDS after their time."""
     command = [sys.executable, __file__, "-", "--seconds", str(options.seconds), "--seqlen", str(options.seqlen)]
     command += ["--seed", str(options.seed), "--device", options.device, "--head-dims", *map(str, options.head_dims)]
     started = [
@@ -114,6 +118,13 @@ def together(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for i in range(options.processes)
     ]
+
+    def kill() -> None:
+        for process in started:
+            process.kill()
+
+    limit = threading.Timer(options.seconds + START_SECONDS, kill)
+    limit.start()
     try:
         for process in started:  # the slowest has compiled, then all begin
             if not process.stdout.readline().startswith("ready"):
@@ -128,8 +139,9 @@ def together(options: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         return rows
     finally:
+        limit.cancel()
+        kill()
         for process in started:
-            process.kill()
             process.wait()
 
 
@@ -145,12 +157,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.seconds <= 0 or options.processes < 1:
+        parser.error("--seconds and --processes must be positive: no repetition is no success")
     if options.process is not None:
         work(options)
         return 0
+    exit_on_sigterm()
     try:
         rows = together(options)
-    except RuntimeError as error:
+    except (OSError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     firsts = {(row["head_dim"], row["first"]) for row in rows}
@@ -162,9 +177,8 @@ def main(arguments: list[str] | None = None) -> int:
     }
     gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
     how = {name: getattr(options, name) for name in ("seed", "seqlen", "processes", "seconds")}
-    options.output.write_text(
-        as_text({"torch": torch.__version__.split("+")[0], **gpu, **how, **totals, "rows": rows}), "utf-8"
-    )
+    versions = {"torch": torch.__version__.split("+")[0]}
+    write_whole(options.output, as_text({**versions, **gpu, **how, **totals, "rows": rows}))
     print(totals)
     return 0 if totals["agree"] and not totals["different"] else 1
 

@@ -10,6 +10,10 @@ import sys
 import pytest
 from project import ROOT
 
+sys.path.append(str(ROOT / "scripts"))
+
+import reliability_runs
+
 SCRIPT = ROOT / "scripts" / "reliability_runs.py"
 TESTS = """
 import time
@@ -52,6 +56,22 @@ def run(tmp_path, seconds_of_test: float, *options: str) -> tuple[int, dict, str
         [sys.executable, SCRIPT, out, "--only", path, *options], capture_output=True, text=True, timeout=300
     )
     return done.returncode, json.loads(out.read_text("utf-8")), done.stdout + done.stderr
+
+
+def test_a_line_that_is_half_written_is_not_read_yet(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"collected": ["tests/test_some.py::test_one"]}\n{"name": "tests/test_so', "utf-8")
+    assert [row["not_run"] for row in reliability_runs.rows_of(log)] == [1]
+
+
+def test_a_test_that_ends_its_process_has_failed(tmp_path):
+    path = tmp_path / "test_some.py"
+    path.write_text("import os\n\n\ndef test_crash():\n    os._exit(3)\n\n\ndef test_other():\n    pass\n", "utf-8")
+    out = tmp_path / "found.json"
+    done = subprocess.run([sys.executable, SCRIPT, out, "--only", path, "--jobs", "2"], timeout=300)
+    rows = {row["test"]: row for row in json.loads(out.read_text("utf-8"))["rows"]}
+    assert done.returncode == 1
+    assert (rows["test_crash"]["failed"], rows["test_other"]["passed"]) == (1, 1)
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 from project import ROOT
@@ -78,12 +79,13 @@ def test_a_clean_log_is_good_for_what_was_launched(summary):
         (1, LAUNCHED + CLEAN + "RuntimeError: forward: a result is not finite"),
         (0, LAUNCHED + "========= Error: Device not supported\n" + CLEAN),
         (86, LAUNCHED + "========= ERROR SUMMARY: 7 errors\n"),
+        (86, LAUNCHED + CLEAN),
         (86, LAUNCHED + ELSEWHERE),
         (0, LAUNCHED + "========= Warning: Detected overflow of tracked cuda::barrier structures.\n" + CLEAN),
     ],
     ids=[
         "no summary", "nothing launched", "nothing printed", "no end", "the driver failed", "the device is not covered",
-        "more than was printed", "a kernel of another", "a warning of the tool itself",
+        "more than was printed", "a code without a report", "a kernel of another", "a warning of the tool itself",
     ],
 )  # fmt: skip
 def test_a_log_that_is_no_verdict_is_not_good(code, log):
@@ -120,7 +122,26 @@ def test_an_old_racecheck_does_not_judge_hoppers_kernels_and_a_newer_one_does():
     assert read("racecheck", 86, races, (2025, 3))["Hopper forward"]["ok"] is None
     assert read("racecheck", 86, races, (2026, 3))["Hopper forward"]["ok"] is False
     assert read("racecheck", 1, races, (2025, 3))["Hopper forward"]["ok"] is False  # the driver failed
+    silence = LAUNCHED + "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+    found = read("racecheck", 0, silence, (2025, 3))
+    assert (found["forward"]["ok"], found["Hopper forward"]["ok"]) == (True, None)
     assert read("memcheck", 86, races, (2025, 3))["Hopper forward"]["ok"] is False
+
+
+def test_reports_beyond_the_limit_of_what_is_printed_are_counted_once():
+    summary = "========= ERROR SUMMARY: 4 errors were not printed. Use --print-limit option\n========= ERROR SUMMARY: 5 errors\n"
+    found = read("memcheck", 86, LAUNCHED + FINDING.replace("========= ERROR SUMMARY: 1 error\n", summary))
+    assert (found["forward"]["errors"], found[OTHER]["errors"]) == (1, 4)
+
+
+def test_a_run_beyond_its_limit_ends_with_all_that_it_started(tmp_path):
+    program, outlived = tmp_path / "compute-sanitizer", tmp_path / "outlived"
+    program.write_text(f"#!/bin/sh\n(sleep 2; touch {outlived}) &\nwait\n")
+    program.chmod(0o755)
+    code, _ = sanitize.watch("memcheck", sanitize.SHIPPED, ["forward"], str(program), tmp_path, 1.0)
+    assert code == -1
+    time.sleep(2.0)
+    assert not outlived.exists()
 
 
 def test_no_folder_of_a_machine_is_kept():

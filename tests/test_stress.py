@@ -31,6 +31,19 @@ def test_two_processes_agree_and_repeat(tmp_path):
     assert found["different"] == 0
 
 
+def test_processes_that_do_not_end_in_time_are_killed_and_no_success(tmp_path, monkeypatch):
+    monkeypatch.setattr(stress, "START_SECONDS", 0.3)  # less than torch takes to import
+    out = tmp_path / "stress.json"
+    assert stress.main([str(out), "--processes", "2", *SMALL]) == 2
+    assert not out.exists()
+
+
+def test_no_repetition_is_no_success(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        stress.main([str(tmp_path / "stress.json"), *SMALL, "--seconds", "0"])
+    assert "must be positive" in capsys.readouterr().err
+
+
 def test_a_call_that_changes_one_bit_is_counted_and_a_nan_that_stays_is_not():
     tensors = iter(
         [torch.tensor([1.0, NAN])] * 3 + [torch.tensor([1.0 + 2**-23, NAN])] + [torch.tensor([1.0, NAN])] * 10**6
