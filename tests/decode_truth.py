@@ -2,9 +2,9 @@
 """What a decode must give: the definition of its form in float64, and the same in float32 as the baseline of its error.
 
 From an INT8 plane, the kernels and the blockwise form lower a row's limit, since a guarantee stands on sums in float32: by up to
-PLANE_SLACK_ROUNDINGS roundings of 1 + |normalizer| (0.004 nats where a normalizer is 30). A tile so close below its limit is retained and
-the definition skips it. Therefore each head must have the definition's tiles for this tau or for the tau that stands that much lower,
-and the values of those: no tile that the definition retains may be skipped, none further below its limit may be retained.
+PLANE_SLACK_ROUNDINGS roundings of 1 + |normalizer| (0.004 nats where a normalizer is 30). A tile so close below its limit is retained
+and the definition skips it. Therefore each head must have the definition's tiles for this tau or for the tau that stands that much
+lower, and the values of those: no tile that the definition retains may be skipped, none further below its limit may be retained.
 """
 
 from __future__ import annotations
