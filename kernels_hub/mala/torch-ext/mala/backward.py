@@ -14,6 +14,7 @@ from .backward_gradients import DELTA_ROWS, backward_delta_kernel, backward_key_
 from .backward_support import backward_support_kernel
 from .blockwise import Settings
 from .descriptors import descriptor
+from .program_order import units_at_once
 from .tile_config import backward_config, padded_head_dim
 from .tile_steps import LOG2_E
 from .tma import has_tma, nvidia_capability, nvidia_major
@@ -83,6 +84,8 @@ def launch_backward(
 
     q_begin, q_end, k_begin, k_end = sequences.common
     left, right = settings.window
+    num_kv_groups = num_heads // num_kv_heads
+    row_bytes = (head_dim + v_head_dim) * q.element_size()  # of a key and its value, or of a query and its do
     shared: dict[str, Any] = {
         "lse_ptr": lse,
         "mask_ptr": None,
@@ -99,8 +102,9 @@ def launch_backward(
         "total_q": total_q,
         "num_q_tiles": num_q_tiles,
         "num_k_tiles": num_k_tiles,
+        "units_at_once": units_at_once(math.prod(heads), num_kv_groups, sequences.max_seqlen_k * row_bytes, q.device),
         "num_heads": num_heads,
-        "num_kv_groups": num_heads // num_kv_heads,
+        "num_kv_groups": num_kv_groups,
         "window_left": left,
         "window_right": right,
         "softmax_scale": settings.softmax_scale,
@@ -161,7 +165,10 @@ def launch_backward(
             )  # fmt: skip
         if dk is not None:
             step = config.key.step
-            backward_key_kernel[(num_k_tiles * block_n // step * num_kv_heads * sequences.num_sequences,)](
+            units = num_kv_heads * sequences.num_sequences
+            query_bytes = sequences.max_seqlen_q * num_kv_groups * row_bytes
+            of_gradients["units_at_once"] = units_at_once(units, 1, query_bytes, q.device)
+            backward_key_kernel[(num_k_tiles * block_n // step * units,)](
                 tiled(q, block_m, block_d), k, v, tiled(do, block_m, block_dv), dk, dv, support_ptr=by_key,
                 **of_gradients, total_k=total_k, STEP=step, **shape_of(config.key),
             )  # fmt: skip

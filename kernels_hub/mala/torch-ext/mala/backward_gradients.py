@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .backward_support import RUNTIME_VALUES, sequence_bounds
+from .program_order import longest_first
 from .support import load_words, next_bit
 from .tile_steps import LOG2_E, key_range, legal_pairs, load_tile
 
@@ -72,18 +73,18 @@ def backward_query_kernel(
     q_ptr, k, v, do_ptr, dq_ptr, lse_ptr, delta_ptr, support_ptr, mask_ptr, bounds_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms,
-    q_begin, q_end, k_begin, k_end, total_q, num_q_tiles, num_k_tiles, num_heads, num_kv_groups, window_left, window_right,
-    softmax_scale, softcap_log2,
+    q_begin, q_end, k_begin, k_end, total_q, num_q_tiles, num_k_tiles, units_at_once, num_heads, num_kv_groups, window_left,
+    window_right, softmax_scale, softcap_log2,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_TMA: tl.constexpr, IS_PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ (contiguous) of one query tile: its retained key tiles in steps of STEP keys."""
-    program = tl.program_id(0)
-    q_tile_index = num_q_tiles - 1 - program % num_q_tiles
-    head = (program // num_q_tiles) % num_heads
-    sequence = program // num_q_tiles // num_heads
+    place, unit = longest_first(num_q_tiles, units_at_once)
+    q_tile_index = num_q_tiles - 1 - place  # late rows see the most keys
+    head = unit % num_heads
+    sequence = unit // num_heads
     kv_head = head // num_kv_groups
     q_begin, q_end, k_begin, k_end = sequence_bounds(bounds_ptr, sequence, q_begin, q_end, k_begin, k_end, HAS_BOUNDS)
     seqlen_q = q_end - q_begin
@@ -164,24 +165,24 @@ def backward_key_kernel(
     q, k_ptr, v_ptr, do, dk_ptr, dv_ptr, lse_ptr, delta_ptr, support_ptr, mask_ptr, bounds_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms,
-    q_begin, q_end, k_begin, k_end, total_q, total_k, num_q_tiles, num_k_tiles, num_heads, num_kv_groups, window_left, window_right,
-    softmax_scale, softcap_log2,
+    q_begin, q_end, k_begin, k_end, total_q, total_k, num_q_tiles, num_k_tiles, units_at_once, num_heads, num_kv_groups,
+    window_left, window_right, softmax_scale, softcap_log2,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_TMA: tl.constexpr, IS_PACKED: tl.constexpr,
     HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV (contiguous) of STEP keys of one key tile: the query tiles of all heads of the group that retained it."""
-    program = tl.program_id(0)
     parts = BLOCK_N // STEP
-    k_tile_index = program % (num_k_tiles * parts) // parts  # early keys first: more rows see them
+    place, unit = longest_first(num_k_tiles * parts, units_at_once)
+    k_tile_index = place // parts  # most rows see early keys
     num_kv_heads = num_heads // num_kv_groups
-    kv_head = (program // (num_k_tiles * parts)) % num_kv_heads
-    sequence = program // (num_k_tiles * parts) // num_kv_heads
+    kv_head = unit % num_kv_heads
+    sequence = unit // num_kv_heads
     q_begin, q_end, k_begin, k_end = sequence_bounds(bounds_ptr, sequence, q_begin, q_end, k_begin, k_end, HAS_BOUNDS)
     seqlen_q = q_end - q_begin
     seqlen_k = k_end - k_begin
-    start_n = k_tile_index * BLOCK_N + program % parts * STEP
+    start_n = k_tile_index * BLOCK_N + place % parts * STEP
     if start_n >= seqlen_k:
         return
 

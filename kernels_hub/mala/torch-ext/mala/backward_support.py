@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .program_order import longest_first
 from .rule import BACKWARD_SLACK, limit_of, log2_threshold, reaches_limit
 from .support import load_words, next_bit, set_bit
 from .tile_steps import LOG2_E, key_range, legal_pairs, score_tile
@@ -18,7 +19,8 @@ RUNTIME_VALUES = [
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_mb", "stride_mh", "stride_ms",
     "stride_nb", "stride_nh", "q_begin", "q_end", "k_begin", "k_end", "total_q", "total_k",
-    "num_q_tiles", "num_k_tiles", "num_heads", "num_kv_groups", "window_left", "window_right", "softmax_scale", "softcap_log2", "tau",
+    "num_q_tiles", "num_k_tiles", "units_at_once", "num_heads", "num_kv_groups", "window_left", "window_right",
+    "softmax_scale", "softcap_log2", "tau",
 ]
 # fmt: on
 
@@ -60,7 +62,7 @@ def backward_support_kernel(
     q_ptr, k, lse_ptr, saved_ptr, by_query_ptr, by_key_ptr, mask_ptr, visible_ptr, bounds_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_mb, stride_mh, stride_ms, stride_nb, stride_nh,
     q_begin, q_end, k_begin, k_end, total_q, num_q_tiles, num_k_tiles,
-    num_heads, num_kv_groups, window_left, window_right, softmax_scale, softcap_log2, tau,
+    units_at_once, num_heads, num_kv_groups, window_left, window_right, softmax_scale, softcap_log2, tau,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, USE_TMA: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_SAVED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -68,10 +70,10 @@ def backward_support_kernel(
 ):  # fmt: skip
     """GROUP neighbouring query tiles of one head: the key tiles with exp(tile max - lse) >= tau / L_q in some row."""
     num_groups = tl.cdiv(num_q_tiles, GROUP)
-    program = tl.program_id(0)
-    q_tile_index = (num_groups - 1 - program % num_groups) * GROUP  # the longest rows first
-    head = (program // num_groups) % num_heads
-    sequence = program // num_groups // num_heads
+    place, unit = longest_first(num_groups, units_at_once)
+    q_tile_index = (num_groups - 1 - place) * GROUP  # late rows see the most keys
+    head = unit % num_heads
+    sequence = unit // num_heads
     kv_head = head // num_kv_groups
     q_begin, q_end, k_begin, k_end = sequence_bounds(bounds_ptr, sequence, q_begin, q_end, k_begin, k_end, HAS_BOUNDS)
     seqlen_q = q_end - q_begin

@@ -27,6 +27,7 @@ from .discover_bounds import (
     first_retained_tile,
     quantize_keys_kernel,
 )
+from .program_order import longest_first, units_at_once
 from .support_bits import empty_support
 from .tile_config import DISCOVERY, DiscoveryConfig, padded_head_dim
 from .tile_steps import LOG2_E
@@ -42,16 +43,16 @@ def _either(a, b):
 @triton.jit(do_not_specialize=RUNTIME_VALUES)
 def discover_kernel(
     q_ptr, rows_ptr, quantized_ptr, norms_ptr, candidates_ptr, stride_qb, stride_qs, stride_qh,
-    q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles, num_heads, num_kv_groups, words, window_left, window_right,
+    q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles, units_at_once, num_heads, num_kv_groups, words, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     GROUP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """GROUP neighbouring query tiles of one head: a bit for each key tile before their first ones that may be retained."""
     num_groups = tl.cdiv(seqlen_q, GROUP * BLOCK_M)
-    program = tl.program_id(0)
-    q_tile_index = (num_groups - 1 - program % num_groups) * GROUP  # the longest rows first
-    head = (program // num_groups) % num_heads
-    batch = program // num_groups // num_heads
+    place, unit = longest_first(num_groups, units_at_once)
+    q_tile_index = (num_groups - 1 - place) * GROUP  # late rows see the most keys
+    head = unit % num_heads
+    batch = unit // num_heads
     kv_head = head // num_kv_groups
     start_m = q_tile_index * BLOCK_M
     offs_m = start_m + tl.arange(0, GROUP * BLOCK_M)
@@ -150,7 +151,8 @@ def launch_discover(
         group = max(config.rows // block_m, 1)
         discover_kernel[(math.ceil(q_tiles / group) * num_heads * batch,)](
             q, rows, quantized, norms, candidates, *q_strides, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles,
-            num_heads, num_kv_groups, words, left, right, BLOCK_M=block_m, GROUP=group, **blocks, **sides,
+            units_at_once(num_heads * batch, num_kv_groups, num_k_tiles * block_n * block_d, q.device), num_heads, num_kv_groups,
+            words, left, right, BLOCK_M=block_m, GROUP=group, **blocks, **sides,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return candidates

@@ -33,7 +33,7 @@ ROW_NUMBERS = tl.constexpr(5)
 KEY_NUMBERS = tl.constexpr(3)
 RUNTIME_VALUES = [
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "q_begin", "seqlen_q", "seqlen_k",
-    "num_q_tiles", "num_k_tiles", "num_heads", "num_kv_heads", "num_kv_groups", "words", "window_left", "window_right",
+    "num_q_tiles", "num_k_tiles", "units_at_once", "num_heads", "num_kv_heads", "num_kv_groups", "words", "window_left", "window_right",
     "scale_log2", "tau",
 ]  # fmt: skip
 

@@ -20,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .blockwise import Settings
 from .discover_bounds import KEY_NUMBERS, ROW_NUMBERS, RUNTIME_VALUES, first_retained_tile
+from .program_order import longest_first, units_at_once
 from .tile_config import padded_head_dim
 from .visibility import Sequences
 
@@ -118,16 +119,16 @@ def _discover_rows(warpgroup: gl.constexpr, q_ptr, rows_ptr, norms_ptr, candidat
 @gluon.jit(do_not_specialize=RUNTIME_VALUES)
 def discover_hopper_kernel(
     q_ptr, k_desc, rows_ptr, norms_ptr, candidates_ptr, stride_qb, stride_qs, stride_qh,
-    q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles, num_heads, num_kv_groups, words, window_left, window_right,
+    q_begin, seqlen_q, seqlen_k, num_q_tiles, num_k_tiles, units_at_once, num_heads, num_kv_groups, words, window_left, window_right,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STRIDE_UNIT: gl.constexpr,
     STAGES: gl.constexpr, ROW_NUMBERS: gl.constexpr, KEY_NUMBERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Three neighbouring query tiles of one head."""
-    program = gl.program_id(0)
     num_groups = gl.cdiv(seqlen_q, WARPGROUPS * BLOCK_M)
-    first_q_tile = (num_groups - 1 - program % num_groups) * WARPGROUPS  # the longest rows first
-    head = (program // num_groups) % num_heads
-    batch = program // num_groups // num_heads
+    place, unit = longest_first(num_groups, units_at_once)
+    first_q_tile = (num_groups - 1 - place) * WARPGROUPS  # late rows see the most keys
+    head = unit % num_heads
+    batch = unit // num_heads
     num_kv_heads = num_heads // num_kv_groups
     kv_tiles = (batch * num_kv_heads + head // num_kv_groups) * num_k_tiles
     start_m = first_q_tile * BLOCK_M
@@ -208,6 +209,7 @@ def launch_discover_hopper(
             q, TensorDescriptor(keys, list(keys.shape), [block_d, 1], [block_n, block_d], _key_layout(block_d)),
             rows, norms, candidates, *(stride // unit for stride in q.stride()[:3]),
             q_begin, seqlen_q, seqlen_k, *candidates.shape[2:3], num_k_tiles,
+            units_at_once(num_heads * batch, num_heads // num_kv_heads, num_k_tiles * block_n * block_d, q.device),
             num_heads, num_heads // num_kv_heads, candidates.shape[-1], left, right,
             HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, STRIDE_UNIT=unit, STAGES=STAGES,
             ROW_NUMBERS=ROW_NUMBERS.value, KEY_NUMBERS=KEY_NUMBERS.value, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0,

@@ -13,6 +13,7 @@ from torch import Tensor
 from .descriptors import descriptor
 from .discover import launch_discover
 from .forward_kernel import mala_forward_kernel
+from .program_order import units_at_once
 from .query_tile import Settings
 from .support_bits import empty_support
 from .tile_config import TileConfig, padded_head_dim, tile_config
@@ -128,7 +129,9 @@ def launch_forward(
         )
         mask_strides, visible_strides = mask.stride()[:3], visible.stride()[:2]
     left, right = settings.window
-    grid = (num_q_tiles * num_heads * sequences.num_sequences,)
+    units = num_heads * sequences.num_sequences
+    key_bytes = sequences.max_seqlen_k * (head_dim + v_head_dim) * q.element_size()
+    grid = (num_q_tiles * units,)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         mala_forward_kernel[grid](
             q,
@@ -153,6 +156,7 @@ def launch_forward(
             math.ceil(num_k_tiles / 32),
             *sequences.common,
             num_q_tiles,
+            units_at_once(units, num_heads // k.shape[2], key_bytes, q.device),
             num_heads,
             num_heads // k.shape[2],
             left,

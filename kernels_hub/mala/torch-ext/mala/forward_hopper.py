@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from .forward_hopper_all import attend_all_tiles
 from .hopper_allocate import allocate
 from .hopper_steps import LOG2_E, is_any, judge, load_tiles, start_scores
+from .program_order import longest_first
 from .rule import log2_threshold, reaches_limit
 
 LN_2 = gl.constexpr(math.log(2.0))
@@ -29,7 +30,7 @@ LN_2 = gl.constexpr(math.log(2.0))
 RUNTIME_VALUES = [
     "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_tb", "stride_th", "stride_tm",
     "support_rows", "support_words",
-    "q_begin", "seqlen_q", "seqlen_k", "num_q_tiles", "num_heads", "num_kv_groups", "window_left", "window_right",
+    "q_begin", "seqlen_q", "seqlen_k", "num_q_tiles", "units_at_once", "num_heads", "num_kv_groups", "window_left", "window_right",
     "scale_log2", "softcap_log2", "tau",
 ]
 # fmt: on
@@ -176,18 +177,19 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
 def mala_forward_hopper_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
-    q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads, num_kv_groups, window_left, window_right, scale_log2, softcap_log2, tau,
+    q_begin, seqlen_q, seqlen_k, num_q_tiles, units_at_once, num_heads, num_kv_groups, window_left, window_right,
+    scale_log2, softcap_log2, tau,
     V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr,
     WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """WARPGROUPS neighbouring query tiles of one head; seqlen_q counts rows from q_begin, the first row that sees a key."""
-    program = gl.program_id(0)
     num_groups = gl.cdiv(num_q_tiles, WARPGROUPS)
-    first_q_tile = (num_groups - 1 - program % num_groups) * WARPGROUPS  # the longest rows first
-    head = (program // num_groups) % num_heads
-    batch = program // num_groups // num_heads
+    place, unit = longest_first(num_groups, units_at_once)
+    first_q_tile = (num_groups - 1 - place) * WARPGROUPS  # late rows see the most keys
+    head = unit % num_heads
+    batch = unit // num_heads
     kv_head = head // num_kv_groups
     start_m = first_q_tile * BLOCK_M
     low = 0

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .forward_hopper import LOG2_E, mala_forward_hopper_kernel
+from .program_order import units_at_once
 from .query_tile import Settings
 from .tile_config import TileConfig, padded_head_dim
 from .tma import by_head_view, has_tma
@@ -88,6 +89,7 @@ def launch_forward_hopper(
     num_heads = q.shape[2]
     unit = 8 if all(stride % 8 == 0 for stride in out.stride()[:3]) else 1
     left, right = settings.window
+    key_bytes = seqlen_k * (q.shape[-1] + v.shape[-1]) * q.element_size()
     with torch.cuda.device(q.device):
         mala_forward_hopper_kernel[(math.ceil(num_q_tiles / warpgroups) * num_heads * q.shape[0],)](
             _descriptor(q, block_m, block_d),
@@ -105,6 +107,7 @@ def launch_forward_hopper(
             q_end - q_begin,
             seqlen_k,
             num_q_tiles,
+            units_at_once(num_heads * q.shape[0], num_heads // k.shape[2], key_bytes, q.device),
             num_heads,
             num_heads // k.shape[2],
             left,

@@ -13,6 +13,7 @@ import math
 import triton
 import triton.language as tl
 
+from .program_order import longest_first
 from .rule import log2_threshold
 from .tile_loops import visit_tiles, walk_tiles
 from .tile_steps import LOG2_E, key_range
@@ -24,7 +25,7 @@ RUNTIME_VALUES = [
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
     "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_mb", "stride_mh", "stride_ms", "stride_nb",
     "stride_nh", "stride_tb", "stride_th", "stride_tm", "support_rows", "support_words", "q_begin", "q_end", "k_begin", "k_end",
-    "num_q_tiles", "num_heads", "num_kv_groups", "window_left", "window_right", "scale_log2", "softcap_log2", "tau",
+    "num_q_tiles", "units_at_once", "num_heads", "num_kv_groups", "window_left", "window_right", "scale_log2", "softcap_log2", "tau",
 ]
 # fmt: on
 
@@ -34,7 +35,7 @@ def mala_forward_kernel(
     q_ptr, k, v, out_ptr, lse_ptr, sinks_ptr, mask_ptr, visible_ptr, tiles_ptr, certificate_ptr, support_ptr, walked_ptr, bounds_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     stride_lb, stride_lh, stride_mb, stride_mh, stride_ms, stride_nb, stride_nh, stride_tb, stride_th, stride_tm,
-    support_rows, support_words, q_begin, q_end, k_begin, k_end, num_q_tiles, num_heads, num_kv_groups,
+    support_rows, support_words, q_begin, q_end, k_begin, k_end, num_q_tiles, units_at_once, num_heads, num_kv_groups,
     window_left, window_right, scale_log2, softcap_log2, tau,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_TMA: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BOUNDS: tl.constexpr,
@@ -43,10 +44,10 @@ def mala_forward_kernel(
     DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one head. q, k, v, out strides count STRIDE_UNIT elements, so that their divisibility needs no recompile."""
-    program = tl.program_id(0)
-    q_tile_index = num_q_tiles - 1 - program % num_q_tiles  # the longest rows first
-    head = (program // num_q_tiles) % num_heads
-    sequence = program // num_q_tiles // num_heads
+    place, unit = longest_first(num_q_tiles, units_at_once)
+    q_tile_index = num_q_tiles - 1 - place  # late rows see the most keys
+    head = unit % num_heads
+    sequence = unit // num_heads
     kv_head = head // num_kv_groups
     if HAS_BOUNDS:
         q_begin = tl.load(bounds_ptr + sequence * 4)
