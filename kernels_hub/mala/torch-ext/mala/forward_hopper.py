@@ -104,6 +104,9 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
     sight = (
         offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2, softcap_log2,
     )  # fmt: skip
+    to_log2 = scale_log2
+    if HAS_SOFTCAP:
+        to_log2 = 1.0
     if CAN_SKIP:
         values = v_desc, v_buffers.index(warpgroup), v_ready.index(warpgroup), batch, kv_head
         count = last - first
@@ -133,7 +136,10 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
                     far, 0, far_index, tile + 1, k_free, sight, STAGES, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP
                 )
                 # where both are skipped the limit stands still between them, so one vote settles both
-                if is_any(reaches_limit(near_max, limit) | reaches_limit(far_max, limit)) | RETURN_WORK:
+                if (
+                    is_any(reaches_limit(near_max * to_log2, limit) | reaches_limit(far_max * to_log2, limit))
+                    | RETURN_WORK
+                ):
                     v_loads, row_max, row_sum, acc, limit, omitted = allocate(
                         near, near_max, index, v_loads, row_max, row_sum, acc, limit, omitted, sight, values, q_tile_exists, tiles_base,
                         support_base, threshold_log2, BLOCK_N, BLOCK_DV, v_layout, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RETURN_WORK,
@@ -148,6 +154,7 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
             row_max, row_sum, acc, zeros, STAGES, BLOCK_N, BLOCK_D, BLOCK_DV, k_layout, v_layout, HAS_LEFT, HAS_RIGHT,
             HAS_SOFTCAP)  # fmt: skip
 
+    row_max *= to_log2
     if HAS_SINKS:  # joins the normalizer after the last tile
         sink_log2 = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
         new_max = gl.maximum(row_max, sink_log2)

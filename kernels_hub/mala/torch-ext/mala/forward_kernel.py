@@ -149,6 +149,8 @@ def mala_forward_kernel(
                 BLOCK_D, BLOCK_DV, True, USE_TMA, HAS_LEFT, HAS_RIGHT, HAS_MASK, HAS_SOFTCAP, RETURN_WORK, SAVE_SUPPORT,
                 DOT_PRECISION)  # fmt: skip
 
+    if not HAS_SOFTCAP:
+        row_max *= scale_log2
     if HAS_SINKS:  # joins the normalizer after the last tile
         sink_log2 = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         new_max = tl.maximum(row_max, sink_log2)

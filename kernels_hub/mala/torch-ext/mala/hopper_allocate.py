@@ -25,7 +25,7 @@ def allocate(scores, tile_max, index, v_loads, row_max, row_sum, acc, limit, omi
     to_log2 = scale_log2
     if HAS_SOFTCAP:
         to_log2 = 1.0
-    retained = is_tile_retained(tile_max, limit)
+    retained = is_tile_retained(tile_max * to_log2, limit)
     if RETURN_WORK:
         visible = is_any(tile_max != float("-inf"))
         code = (1 + retained.to(gl.int32)) * visible.to(gl.int32)
@@ -34,7 +34,7 @@ def allocate(scores, tile_max, index, v_loads, row_max, row_sum, acc, limit, omi
         mbarrier.expect(v_ready, v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(v_desc, [batch, kv_head, index * BLOCK_N, 0], v_ready, v_smem)
         p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, True)
-        limit = limit_of(row_max + gl.log2(row_sum), threshold_log2, row_exists, FORWARD_SLACK)
+        limit = limit_of(row_max * to_log2 + gl.log2(row_sum), threshold_log2, row_exists, FORWARD_SLACK)
         p = gl.convert_layout(p.to(v_desc.dtype), gl.DotOperandLayout(0, acc_layout, 2))
         acc *= gl.convert_layout(decay, gl.SliceLayout(1, acc_layout))[:, None]
         mbarrier.wait(v_ready, v_loads & 1)
@@ -53,6 +53,6 @@ def allocate(scores, tile_max, index, v_loads, row_max, row_sum, acc, limit, omi
         if HAS_RIGHT:
             high = gl.minimum(high, position + window_right + 1)
         inside = gl.minimum(high, start_n + BLOCK_N) - gl.maximum(low, start_n)
-        contribution = gl.exp2(tile_max - gl.where(row_max == float("-inf"), 0.0, row_max))
+        contribution = gl.exp2((tile_max - gl.where(row_max == float("-inf"), 0.0, row_max)) * to_log2)
         omitted += gl.where(inside > 0, inside * contribution, 0.0)
     return v_loads, row_max, row_sum, acc, limit, omitted

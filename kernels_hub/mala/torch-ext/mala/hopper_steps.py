@@ -63,7 +63,7 @@ def is_tile_retained(tile_max, limit_log2):
 @gluon.jit
 def judge(product, running: gl.constexpr, index, tile, k_free, sight, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
           HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr):  # fmt: skip
-    """Scores with softcap and mask applied, and their row maximum in log2 units, once their product has ended.
+    """Scores with softcap and mask applied, and their row maximum, once their product has ended.
 
     ``running``: products begun after it, which need not end. The ``tile``-th visited key tile, ``index``, is then free for others.
     ``sight``: what the rows see, (offs_n, position, row_exists, seqlen_k, whole_low, whole_high, window_left, window_right, scale_log2,
@@ -75,10 +75,8 @@ def judge(product, running: gl.constexpr, index, tile, k_free, sight, STAGES: gl
     scores = warpgroup_mma_wait(running, deps=[product])
     mbarrier.arrive(k_free.index(tile % STAGES), count=1)
     start_n = index * BLOCK_N
-    to_log2 = scale_log2
     if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
         scores = softcap_log2 * (1.0 - 2.0 / (gl.exp2(scores * (2.0 * LOG2_E * scale_log2 / softcap_log2)) + 1.0))
-        to_log2 = 1.0
     if (start_n < whole_low) | (start_n + BLOCK_N > whole_high):
         keys = start_n + offs_n
         legal = (keys < seqlen_k)[None, :] & row_exists[:, None]
@@ -87,4 +85,4 @@ def judge(product, running: gl.constexpr, index, tile, k_free, sight, STAGES: gl
         if HAS_RIGHT:
             legal &= keys[None, :] <= position[:, None] + window_right
         scores = gl.where(legal, scores, float("-inf"))
-    return scores, largest_of_rows(scores) * to_log2
+    return scores, largest_of_rows(scores)

@@ -10,6 +10,8 @@ import triton.language as tl
 # The forward's slack is the larger, so that the backward's support stays inside the forward's.
 FORWARD_SLACK = tl.constexpr(2.0**-18)
 BACKWARD_SLACK = tl.constexpr(2.0**-20)
+# a row maximum in log2 units, 2**-24 of which moves p by at most 2**4; such scores lie at least that far apart
+HUGE = tl.constexpr(2.0**28)
 
 
 @triton.jit
@@ -64,12 +66,30 @@ def limit_of(normalizer_log2, threshold_log2, row_exists, SLACK: tl.constexpr):
 
 
 @triton.jit
+def _scaled(row_max, to_log2):
+    """``row_max * to_log2`` and the scale; beside a huge row_max the scale is the power of two below, whose products are exact.
+
+    A weight takes one fused operation, ``score * scale - row_max * scale``, in which only the row's product was rounded: by up to 2**-24
+    of it, and from HUGE on exp2 could overflow. Two different scores lie at least as far apart there, so that a scale up to twice too
+    small leaves 0 of the smaller one's weight, too.
+    """
+    power = tl.exp2(tl.floor(tl.log2(to_log2)))
+    is_huge = tl.abs(row_max) * to_log2 >= HUGE
+    # of two products, or the compiler would fuse the row's instead and multiply every score
+    return tl.where(is_huge, row_max * power, row_max * to_log2), tl.where(is_huge, power, to_log2)
+
+
+@triton.jit
 def online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, CAN_BE_EMPTY: tl.constexpr):
-    """p (BLOCK_M, BLOCK_N), the decay of earlier sums, and the new row_max, row_sum; ``scores * to_log2`` is in log2 units."""
+    """p (BLOCK_M, BLOCK_N), the decay of earlier sums, and the new row_max, row_sum.
+
+    ``scores * to_log2`` is in log2 units, and so are maxima times ``to_log2``.
+    """
     new_max = tl.maximum(row_max, tile_max)
     shift = new_max
     if CAN_BE_EMPTY:
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(scores * to_log2 - shift[:, None])
-    decay = tl.exp2(row_max - shift)
+    scaled, scale = _scaled(shift, to_log2)
+    p = tl.exp2(scores * scale[:, None] - scaled[:, None])
+    decay = tl.exp2((row_max - shift) * to_log2)
     return p, decay, new_max, row_sum * decay + tl.sum(p, 1)

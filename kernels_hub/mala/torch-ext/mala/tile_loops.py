@@ -17,7 +17,7 @@ def visit_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, 
                  BLOCK_DV: tl.constexpr, IS_EDGE: tl.constexpr, USE_TMA: tl.constexpr, HAS_LEFT: tl.constexpr,
                  HAS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, RETURN_WORK: tl.constexpr,
                  SAVE_SUPPORT: tl.constexpr, DOT_PRECISION: tl.constexpr):  # fmt: skip
-    """Key tiles last - 1 down to first: row_max, row_sum, acc, limit and omitted (skipped mass over exp2(row_max)) after them."""
+    """Key tiles last - 1 down to first: row_max, row_sum, acc, limit and omitted (skipped mass over that of row_max) after them."""
     to_log2 = 1.0 if HAS_SOFTCAP else scale_log2
     for step in tl.range(0, last - first):
         index = last - 1 - step
@@ -32,7 +32,7 @@ def visit_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, tiles_base, 
             )  # fmt: skip
             scores = tl.where(legal, scores, float("-inf"))
             legal_keys = tl.sum(legal.to(tl.int32), 1)
-        tile_max = largest_of_rows(scores) * to_log2  # (BLOCK_M,)
+        tile_max = largest_of_rows(scores)  # (BLOCK_M,)
         row_max, row_sum, acc, limit, omitted = allocate(
             scores, to_log2, tile_max, legal_keys, v, v_base, batch, kv_head, k_begin, start_n, seqlen_k, stride_vs,
             tiles_base, support_base, index, row_exists, threshold_log2, row_max, row_sum, acc, limit, omitted,
@@ -71,16 +71,16 @@ def walk_tiles(q_tile, k, v, k_base, v_base, mask_base, stride_ms, walked_base, 
                     row_exists[:, None], seqlen_k, mask_base, stride_ms, window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_MASK,
                 )  # fmt: skip
                 scores = tl.where(legal, scores, float("-inf"))
-            tile_max = largest_of_rows(scores) * to_log2
+            tile_max = largest_of_rows(scores)
             if IS_SUPPORT:
                 p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, True)
                 acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=DOT_PRECISION)
             else:
-                retained = is_tile_retained(tile_max, limit)
+                retained = is_tile_retained(tile_max * to_log2, limit)
                 if retained:
                     p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, True)
                     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=DOT_PRECISION)
-                    limit = limit_of(row_max + tl.log2(row_sum), threshold_log2, row_exists, FORWARD_SLACK)
+                    limit = limit_of(row_max * to_log2 + tl.log2(row_sum), threshold_log2, row_exists, FORWARD_SLACK)
                     if SAVE_SUPPORT:
                         set_bit(support_base, index, retained)
     return row_max, row_sum, acc

@@ -90,7 +90,7 @@ def allocate(scores, to_log2, tile_max, legal_keys, v, base, batch, kv_head, k_b
              USE_TMA: tl.constexpr, RETURN_WORK: tl.constexpr, SAVE_SUPPORT: tl.constexpr,
              DOT_PRECISION: tl.constexpr):  # fmt: skip
     """The rule's step for one scored tile: post-score work where it is retained, its certificate where it is skipped."""
-    retained = is_tile_retained(tile_max, limit)
+    retained = is_tile_retained(tile_max * to_log2, limit)
     if RETURN_WORK:
         code = 1 + retained.to(tl.int8)
         if IS_EDGE:
@@ -101,11 +101,11 @@ def allocate(scores, to_log2, tile_max, legal_keys, v, base, batch, kv_head, k_b
                             V_HEAD_DIM, IS_EDGE, USE_TMA, BLOCK_N, BLOCK_DV)  # fmt: skip
         p, decay, row_max, row_sum = online_softmax_step(scores, to_log2, tile_max, row_max, row_sum, IS_EDGE)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=DOT_PRECISION)
-        limit = limit_of(row_max + tl.log2(row_sum), threshold_log2, row_exists, FORWARD_SLACK)
+        limit = limit_of(row_max * to_log2 + tl.log2(row_sum), threshold_log2, row_exists, FORWARD_SLACK)
         if SAVE_SUPPORT:
             set_bit(support_base, index, retained)
         if RETURN_WORK:
             omitted *= decay
     elif RETURN_WORK:
-        omitted += legal_keys * tl.exp2(tile_max - tl.where(row_max == float("-inf"), 0.0, row_max))
+        omitted += legal_keys * tl.exp2((tile_max - tl.where(row_max == float("-inf"), 0.0, row_max)) * to_log2)
     return row_max, row_sum, acc, limit, omitted
