@@ -212,7 +212,8 @@ def launch_decode(
             weighed = {
                 "p_ptr": p,
                 "sinks_ptr": sinks,
-                "lists_ptr": empty(groups, num_splits, -(-num_k_tiles // num_splits), dtype=torch.int32),
+                # of each program: splits to look through, then tiles to attend
+                "lists_ptr": empty(groups, num_splits, num_splits + -(-num_k_tiles // num_splits), dtype=torch.int32),
                 "SCAN_R": scan_r,
                 "SCAN_TILES": SCANNED // scan_r,
                 "KEEP_P": keep_p,

@@ -56,10 +56,16 @@ def decode_rows(q_tile, seqlen_q, seqlen_k, window_left, window_right, tau,
 
 
 @triton.jit
+def tiles_per_split(num_splits, low, high, BLOCK_N: tl.constexpr):
+    """Of ``num_splits`` equal parts of the key tiles that hold keys low to high - 1; the last parts may have fewer."""
+    return tl.cdiv(tl.maximum(tl.cdiv(high, BLOCK_N) - low // BLOCK_N, 0), num_splits)
+
+
+@triton.jit
 def split_range(split, num_splits, low, high, BLOCK_N: tl.constexpr):
-    """Key tiles begin to end - 1 of one of ``num_splits`` equal parts of those that hold keys low to high - 1."""
+    """Key tiles begin to end - 1 of one of the ``num_splits`` parts."""
     first = low // BLOCK_N
-    per_split = tl.cdiv(tl.maximum(tl.cdiv(high, BLOCK_N) - first, 0), num_splits)
+    per_split = tiles_per_split(num_splits, low, high, BLOCK_N)
     begin = first + split * per_split
     return begin, tl.minimum(begin + per_split, tl.cdiv(high, BLOCK_N))
 

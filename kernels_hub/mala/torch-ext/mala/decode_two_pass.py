@@ -17,7 +17,16 @@ import triton
 import triton.language as tl
 
 from .decode_chain import gdc_launch_dependents, gdc_wait
-from .decode_combine import SPLITS_AT_ONCE, store_split
+from .decode_combine import store_split
+from .decode_retained import (
+    full_normalizer,
+    list_reaching_splits,
+    mass_of_reaching,
+    reaching_tiles,
+    report_work,
+    row_limits,
+    tiles_of_listed,
+)
 from .decode_rows import (
     RUNTIME_VALUES,
     decode_place,
@@ -26,6 +35,7 @@ from .decode_rows import (
     load_cached,
     load_queries,
     split_range,
+    tiles_per_split,
 )
 from .rule import BACKWARD_SLACK, FORWARD_SLACK, is_tile_retained, largest_of_rows, limit_of, online_softmax_step
 from .tile_steps import LOG2_E
@@ -97,74 +107,6 @@ def score_tiles_kernel(
 
 
 @triton.jit
-def _full_normalizer(split_max_ptr, split_sum_ptr, split_top_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS: tl.constexpr,
-                     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, HAS_SINKS: tl.constexpr, FROM_PLANE: tl.constexpr):  # fmt: skip
-    """log2 of the full normalizer of each row, from those of all splits and the sink; and the row's largest score.
-
-    FROM_PLANE: a lower bound of the normalizer, and the largest upper bound of a score, which ``split_top`` has.
-    """
-    rows = tl.arange(0, BLOCK_R)
-    is_row = rows < TOKENS * GROUP
-    full_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    full_sum = tl.zeros([BLOCK_R], tl.float32)
-    largest = full_max
-    if HAS_SINKS:
-        full_max = tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP).to(tl.float32) * LOG2_E
-        full_sum = tl.where(full_max == float("-inf"), 0.0, 1.0)
-    for start in range(0, num_splits, SPLITS_AT_ONCE):
-        splits = start + tl.arange(0, SPLITS_AT_ONCE)
-        offsets = (group * num_splits + splits)[:, None] * (TOKENS * GROUP) + rows[None, :]
-        mask = (splits < num_splits)[:, None] & is_row[None, :]
-        split_max = tl.load(split_max_ptr + offsets, mask=mask, other=float("-inf"))
-        split_sum = tl.load(split_sum_ptr + offsets, mask=mask, other=0.0)
-        new_max = tl.maximum(full_max, tl.max(split_max, 0))
-        if FROM_PLANE:
-            split_max_or_top = tl.load(split_top_ptr + offsets, mask=mask, other=float("-inf"))
-        else:
-            split_max_or_top = split_max
-        largest = tl.maximum(largest, tl.max(split_max_or_top, 0))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        full_sum = full_sum * tl.exp2(full_max - shift) + tl.sum(split_sum * tl.exp2(split_max - shift[None, :]), 0)
-        full_max = new_max
-    return full_max + tl.log2(full_sum), largest
-
-
-@triton.jit
-def _row_limits(normalizer_log2, largest, threshold_log2, exists, SLACK: tl.constexpr):
-    """What a tile must reach in some row: the row's limit, or its largest score."""
-    limit = limit_of(normalizer_log2, threshold_log2, exists, SLACK)
-    return tl.where(exists, tl.minimum(limit, largest), limit)
-
-
-@triton.jit
-def _reaching_tiles(maxima, limit):
-    """int32 (tiles,): 1 for tiles whose maxima (tiles, rows) reach the limit of some row."""
-    return tl.max(((maxima != float("-inf")) & ~(maxima < limit[None, :])).to(tl.int32), 1)
-
-
-@triton.jit
-def _mass_of_reaching(maxima_ptr, sums_ptr, lower_ptr, of_group, first, last, full_log2, limit, ROWS: tl.constexpr,
-                      SCAN_R: tl.constexpr, SCAN_TILES: tl.constexpr, FROM_PLANE: tl.constexpr):  # fmt: skip
-    """(SCAN_R,) mass over the full normalizer of tiles ``first`` to ``last`` - 1 that reach ``limit`` in some row."""
-    rows = tl.arange(0, SCAN_R)
-    mass = tl.zeros([SCAN_R], tl.float32)
-    shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
-    for start in range(first, last, SCAN_TILES):
-        tiles = start + tl.arange(0, SCAN_TILES)
-        of_tiles = of_group + tiles[:, None] * ROWS + rows[None, :]
-        mask = (tiles < last)[:, None] & (rows < ROWS)[None, :]
-        maxima = tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf"))
-        reaching = _reaching_tiles(maxima, limit)
-        if FROM_PLANE:
-            of_tile = tl.exp2(tl.load(lower_ptr + of_tiles, mask=mask, other=float("-inf")) - shift[None, :])
-        else:
-            sums = tl.load(sums_ptr + of_tiles, mask=mask & (maxima != float("-inf")), other=0.0)
-            of_tile = sums * tl.exp2(maxima - shift[None, :])
-        mass += tl.sum(tl.where(reaching[:, None] > 0, of_tile, 0.0), 0)
-    return mass
-
-
-@triton.jit
 def _spread(x, BLOCK_R: tl.constexpr, SCAN_R: tl.constexpr):
     """(SCAN_R,) as (BLOCK_R,), zero beyond: few rows are padded to what a matrix product takes."""
     same = tl.arange(0, BLOCK_R)[:, None] == tl.arange(0, SCAN_R)[None, :]
@@ -186,8 +128,8 @@ def attend_retained_kernel(
 ):  # fmt: skip
     """One split's share of the output, over the full normalizer, as ``decode_combine`` wants it.
 
-    Every program weighs all tiles of its group, and takes each ``num_splits``-th of those that are retained: wherever they lie, no
-    program has more than its share.
+    Every program weighs the tiles of the group's splits that hold retained ones, and takes each ``num_splits``-th of these: wherever
+    they lie, no program has more than its share.
     """
     group = tl.program_id(0)
     split = tl.program_id(1)
@@ -203,41 +145,41 @@ def attend_retained_kernel(
     if IS_CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    full_log2, largest = _full_normalizer(split_max_ptr, split_sum_ptr, split_top_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS,
+    full_log2, largest = full_normalizer(split_max_ptr, split_sum_ptr, split_top_ptr, sinks_ptr, group, kv_head, num_splits, TOKENS,
                                           GROUP, SCAN_R, HAS_SINKS, FROM_PLANE)  # fmt: skip
     shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
-    limit = _row_limits(full_log2, largest, threshold_log2, exists, BACKWARD_SLACK)
-    kept = _mass_of_reaching(maxima_ptr, sums_ptr, lower_ptr, of_group, first, last, full_log2, limit, ROWS, SCAN_R, SCAN_TILES,
-                             FROM_PLANE)  # fmt: skip
+    limit = row_limits(full_log2, largest, threshold_log2, exists, BACKWARD_SLACK)
+    tops_ptr = split_top_ptr if FROM_PLANE else split_max_ptr
+    of_splits = group * num_splits
+    list_ptr = lists_ptr + (of_splits + split).to(tl.int64) * (num_splits + tl.cdiv(num_k_tiles, num_splits))
+    per_split = tiles_per_split(num_splits, low, high, BLOCK_N)
+    count = list_reaching_splits(tops_ptr, split_sum_ptr, of_splits, num_splits, limit, list_ptr, ROWS, SCAN_R)
+    kept = mass_of_reaching(maxima_ptr, sums_ptr, lower_ptr, of_group, list_ptr, count, per_split, first, last, full_log2, limit,
+                             ROWS, SCAN_R, SCAN_TILES, FROM_PLANE)  # fmt: skip
     rows = tl.arange(0, SCAN_R)
     if HAS_SINKS:
         kept += tl.exp2(tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP).to(tl.float32) * LOG2_E - shift)
-    limit = _row_limits(
+    limit = row_limits(
         shift + tl.log2(kept), largest, threshold_log2, exists, BOUND_SLACK if FROM_PLANE else FORWARD_SLACK
     )
 
-    list_ptr = lists_ptr + (group * num_splits + split).to(tl.int64) * tl.cdiv(num_k_tiles, num_splits)
+    count = list_reaching_splits(tops_ptr, split_sum_ptr, of_splits, num_splits, limit, list_ptr, ROWS, SCAN_R)
+    mine_ptr = list_ptr + num_splits
     num_retained = 0
-    omitted = tl.zeros([SCAN_R], tl.float32)
-    for start in range(first, last, SCAN_TILES):
-        tiles = start + tl.arange(0, SCAN_TILES)
+    for start in range(0, count * per_split, SCAN_TILES):
+        tiles, is_tile = tiles_of_listed(list_ptr, start + tl.arange(0, SCAN_TILES), count, per_split, first, last)
         of_tiles = of_group + tiles[:, None] * ROWS + rows[None, :]
-        mask = (tiles < last)[:, None] & (rows < ROWS)[None, :]
-        maxima = tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf"))
-        retained = _reaching_tiles(maxima, limit)
+        mask = is_tile[:, None] & (rows < ROWS)[None, :]
+        retained = reaching_tiles(tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf")), limit)
         place = num_retained + tl.cumsum(retained, 0) - retained
         is_mine = (retained > 0) & (place % num_splits == split)
-        tl.store(list_ptr + place // num_splits, tiles, mask=is_mine)
+        tl.store(mine_ptr + place // num_splits, tiles, mask=is_mine)
         num_retained += tl.sum(retained, 0)
-        if RETURN_WORK:  # noqa: SIM102 - a constant: the rest is compiled only where it holds
-            if split == 0:
-                sums = tl.load(sums_ptr + of_tiles, mask=mask & (maxima != float("-inf")), other=0.0)
-                left_out = tl.where(retained[:, None] > 0, 0.0, sums * tl.exp2(maxima - shift[None, :]))
-                omitted += tl.sum(left_out, 0)
-                code = (1 + retained) * tl.max((maxima != float("-inf")).to(tl.int32), 1)
-                tl.store(
-                    tiles_ptr + tl.cast(group, tl.int64) * num_k_tiles + tiles, code.to(tl.int8), mask=tiles < last
-                )
+    omitted = tl.zeros([SCAN_R], tl.float32)
+    if RETURN_WORK:  # noqa: SIM102 - a constant: the rest is compiled only where it holds
+        if split == 0:
+            omitted = report_work(tiles_ptr + tl.cast(group, tl.int64) * num_k_tiles, maxima_ptr, sums_ptr, of_group, first, last,
+                                   shift, limit, ROWS, SCAN_R, SCAN_TILES)  # fmt: skip
     tl.debug_barrier()  # the list is read by all threads
 
     token, exists, row_low, row_high, _, _, _ = decode_rows(
@@ -254,7 +196,7 @@ def attend_retained_kernel(
     row_max = _spread(full_log2, BLOCK_R, SCAN_R)
     row_sum = tl.zeros([BLOCK_R], tl.float32)
     for step in tl.range(0, (num_retained - split + num_splits - 1) // num_splits):
-        tile = tl.load(list_ptr + step)
+        tile = tl.load(mine_ptr + step)
         start_n = tile * BLOCK_N
         v = load_cached(v_ptr, tables_ptr, stride_tables, batch, kv_head, k_begin, start_n, seqlen_k, stride_vb * STRIDE_UNIT,
                         stride_vs * STRIDE_UNIT, stride_vh * STRIDE_UNIT, V_HEAD_DIM, BLOCK_N, BLOCK_DV, PAGE)  # fmt: skip

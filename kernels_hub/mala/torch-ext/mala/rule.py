@@ -69,9 +69,9 @@ def limit_of(normalizer_log2, threshold_log2, row_exists, SLACK: tl.constexpr):
 def _scaled(row_max, to_log2):
     """``row_max * to_log2`` and the scale; beside a huge row_max the scale is the power of two below, whose products are exact.
 
-    A weight takes one fused operation, ``score * scale - row_max * scale``, in which only the row's product was rounded: by up to 2**-24
-    of it, and from HUGE on exp2 could overflow. Two different scores lie at least as far apart there, so that a scale up to twice too
-    small leaves 0 of the smaller one's weight, too.
+    A weight takes one fused operation, ``score * scale - row_max * scale``, in which only the row's product was rounded: by up to
+    2**-24 of it, and from HUGE on exp2 could overflow. Two different scores lie at least as far apart there, so that a scale up to
+    twice too small leaves 0 of the smaller one's weight, too.
     """
     power = tl.exp2(tl.floor(tl.log2(to_log2)))
     is_huge = tl.abs(row_max) * to_log2 >= HUGE

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode in more splits than a program looks at together, most of which hold nothing that is retained."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mala_hf.ops import mala_attn_func, quantize_keys
+from mala_hf.ops.decode_combine import SPLITS_AT_ONCE
+
+SPLITS = SPLITS_AT_ONCE.value + 22
+TILE = 16
+GROUP = 7  # query heads of a KV head: no power of two
+KEYS = 2 * TILE * SPLITS + 5 * TILE + 3  # three tiles a split, and splits without any at the end
+NEEDLES = (0, TILE * 3 * 70 + 1, TILE * 3 * 99, KEYS - 1)
+FORMS = ("two_pass", "int8_two_pass")
+
+
+def cache(device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q (1, 1, GROUP, 32), k and v (1, KEYS, 1, 32): every query head finds all NEEDLES and little else."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(1, KEYS, 1, 32, generator=generator) for _ in "kv")
+    q = torch.randn(1, 1, GROUP, 32, generator=generator)
+    q[..., 0] = 40.0
+    k[..., 0] = 0.0
+    k[:, NEEDLES, :, 0] = 4.0
+    return q.to(device), k.to(device), v.to(device)
+
+
+def run(form, q, k, v, splits=SPLITS, impl="triton"):
+    plane = {"key_plane": quantize_keys(k)} if form == "int8_two_pass" else {}
+    return mala_attn_func(
+        q, k, v, causal=True, impl=impl, decode=form, num_splits=splits, tile=(1, TILE), return_lse=True, return_work=True, **plane
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_retained_tiles_are_found_in_whatever_splits_they_lie(form, device):
+    q, k, v = cache(device)
+    out, lse, work = run(form, q, k, v)
+    expected, expected_lse, expected_work = run(form, q, k, v, impl="blockwise")
+    assert torch.equal(work.tiles, expected_work.tiles)
+    retained = (work.tiles[0, 0, 0] == 2).nonzero()[:, 0].tolist()
+    assert retained == sorted({key // TILE for key in NEEDLES})
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_without_a_number_in_one_split_is_not_passed_over(form, device):
+    """A maximum passes over NaN: a split of nothing else has no largest score."""
+    q, k, v = cache(device)
+    q, k = q[:, :, :1], k.clone()
+    k[0, TILE * 3 * 40 : TILE * 3 * 41] = math.nan
+    out, lse, work = run(form, q, k, v)
+    assert out.isnan().all()
+    assert lse.isnan().all()
+    assert torch.equal(work.tiles, run(form, q, k, v, impl="blockwise")[2].tiles)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_window_that_begins_within_a_split(form, device):
+    q, k, v = cache(device)
+    plane = {"key_plane": quantize_keys(k)} if form == "int8_two_pass" else {}
+    how = {"window": (TILE * 500, -1), "tile": (1, TILE), "return_work": True, "decode": form, "num_splits": SPLITS}
+    (out, work), (expected, expected_work) = (
+        mala_attn_func(q, k, v, causal=True, impl=impl, **how, **plane) for impl in ("triton", "blockwise")
+    )
+    assert torch.equal(work.tiles, expected_work.tiles)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
