@@ -135,7 +135,7 @@ def kernels_of(launch: Launch) -> list[tuple[object, str]]:
     from mala import backward, forward
 
     if launch.phase.startswith("backward"):
-        return [(backward, f"backward_{name}_kernel") for name in ("support", "delta", "query", "key")]
+        return [(getattr(backward, name), "kernel") for name in ("SUPPORT", "DELTA", "QUERY", "KEY")]
     if launch.phase.startswith("decode in"):
         from mala import decode, key_plane_kernel
 
@@ -159,5 +159,5 @@ def kernels_of(launch: Launch) -> list[tuple[object, str]]:
     if launch.use_hopper:
         from mala import forward_hopper_launch
 
-        return [(forward_hopper_launch, "mala_forward_hopper_kernel")]
-    return [(forward, "mala_forward_kernel")]
+        return [(forward_hopper_launch.FORWARD_HOPPER, "kernel")]
+    return [(forward.FORWARD, "kernel")]

@@ -14,12 +14,17 @@ from .backward_gradients import DELTA_ROWS, backward_delta_kernel, backward_key_
 from .backward_support import backward_support_kernel
 from .blockwise import Settings
 from .descriptors import descriptor
+from .launch_cache import CachedKernel, key_of
 from .program_order import units_at_once
 from .tile_config import backward_config, padded_head_dim
 from .tile_steps import LOG2_E
 from .tma import has_tma, nvidia_capability, nvidia_major
 from .visibility import Sequences, visible_keys_under_mask
 
+SUPPORT, DELTA, QUERY, KEY = (
+    CachedKernel(kernel)
+    for kernel in (backward_support_kernel, backward_delta_kernel, backward_query_kernel, backward_key_kernel)
+)
 MASK_WARPS = 8  # at least, where a mask operand's tile takes registers
 
 
@@ -146,32 +151,33 @@ def launch_backward(
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         group = config.rows_per_score // block_m if support is None else 1
         scoring = config.score if support is None else config.score_saved
-        backward_support_kernel[(math.ceil(num_q_tiles / group) * math.prod(heads),)](
-            q, tiled(k, block_n, block_d), saved_ptr=support, by_query_ptr=by_query, by_key_ptr=by_key, **shared, **visible,
-            tau=settings.tau, GROUP=group, HAS_SAVED=support is not None, **shape_of(scoring),
-        )  # fmt: skip
+        key = key_of(q, k, v, out, do, lse, sequences.bounds, shared["mask_ptr"], support, by_query, by_key)
+        SUPPORT.launch((math.ceil(num_q_tiles / group) * math.prod(heads),), key, {
+            "q_ptr": q, "k": tiled(k, block_n, block_d), "saved_ptr": support, "by_query_ptr": by_query, "by_key_ptr": by_key, **shared,
+            **visible, "tau": settings.tau, "GROUP": group, "HAS_SAVED": support is not None, **shape_of(scoring),
+        })  # fmt: skip
         blocks = math.ceil(sequences.max_seqlen_q / DELTA_ROWS)
-        backward_delta_kernel[(blocks * sequences.num_sequences, num_heads)](
-            out, do, delta, sequences.bounds, **strides("o", out), **strides("g", do),
-            q_begin=q_begin, q_end=q_end, total_q=total_q, num_blocks=blocks, num_heads=num_heads,
-            V_HEAD_DIM=v_head_dim, BLOCK_DV=block_dv, ROWS=DELTA_ROWS, STRIDE_UNIT=unit, IS_PACKED=sequences.is_packed,
-            HAS_BOUNDS=is_ragged, num_warps=4,
-        )  # fmt: skip
+        DELTA.launch((blocks * sequences.num_sequences, num_heads), key, {
+            "out_ptr": out, "do_ptr": do, "delta_ptr": delta, "bounds_ptr": sequences.bounds, **strides("o", out), **strides("g", do),
+            "q_begin": q_begin, "q_end": q_end, "total_q": total_q, "num_blocks": blocks, "num_heads": num_heads,
+            "V_HEAD_DIM": v_head_dim, "BLOCK_DV": block_dv, "ROWS": DELTA_ROWS, "STRIDE_UNIT": unit,
+            "IS_PACKED": sequences.is_packed, "HAS_BOUNDS": is_ragged, "num_warps": 4,
+        })  # fmt: skip
         if dq is not None:
             step = config.query.step
-            backward_query_kernel[(num_q_tiles * math.prod(heads),)](
-                q, tiled(k, step, block_d), tiled(v, step, block_dv), do, dq, support_ptr=by_query,
-                **of_gradients, STEP=step, **shape_of(config.query),
-            )  # fmt: skip
+            QUERY.launch((num_q_tiles * math.prod(heads),), key, {
+                "q_ptr": q, "k": tiled(k, step, block_d), "v": tiled(v, step, block_dv), "do_ptr": do, "dq_ptr": dq,
+                "support_ptr": by_query, **of_gradients, "STEP": step, **shape_of(config.query),
+            })  # fmt: skip
         if dk is not None:
             step = config.key.step
             units = num_kv_heads * sequences.num_sequences
             query_bytes = sequences.max_seqlen_q * num_kv_groups * row_bytes
             of_gradients["units_at_once"] = units_at_once(units, 1, query_bytes, q.device)
-            backward_key_kernel[(num_k_tiles * block_n // step * units,)](
-                tiled(q, block_m, block_d), k, v, tiled(do, block_m, block_dv), dk, dv, support_ptr=by_key,
-                **of_gradients, total_k=total_k, STEP=step, **shape_of(config.key),
-            )  # fmt: skip
+            KEY.launch((num_k_tiles * block_n // step * units,), key, {
+                "q": tiled(q, block_m, block_d), "k_ptr": k, "v_ptr": v, "do": tiled(do, block_m, block_dv), "dk_ptr": dk,
+                "dv_ptr": dv, "support_ptr": by_key, **of_gradients, "total_k": total_k, "STEP": step, **shape_of(config.key),
+            })  # fmt: skip
     if needs[2] and sinks is not None:
         # d lse / d sink = exp(sink - lse), and the output moves by -out of it
         mass = torch.exp(sinks.float()[:, None] - torch.where(lse != -math.inf, lse, math.inf))

@@ -13,6 +13,7 @@ from torch import Tensor
 from .descriptors import descriptor
 from .discover import launch_discover
 from .forward_kernel import mala_forward_kernel
+from .launch_cache import CachedKernel, key_of
 from .program_order import units_at_once
 from .query_tile import Settings
 from .support_bits import empty_support
@@ -22,6 +23,8 @@ from .tma import HAS_GLUON_FOR_HOPPER, has_tma, nvidia_capability, nvidia_major
 from .visibility import Sequences, visible_keys_under_mask
 
 SMALLEST_BLOCK = 16  # of a matrix product
+
+FORWARD = CachedKernel(mala_forward_kernel)
 
 
 def launch_forward(
@@ -133,7 +136,7 @@ def launch_forward(
     key_bytes = sequences.max_seqlen_k * (head_dim + v_head_dim) * q.element_size()
     grid = (num_q_tiles * units,)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-        mala_forward_kernel[grid](
+        runtime = (
             q,
             descriptor(k, block_n, block_d) if use_tma else k,
             descriptor(v, block_n, block_dv) if use_tma else v,
@@ -164,27 +167,31 @@ def launch_forward(
             settings.softmax_scale * LOG2_E.value,
             settings.softcap * LOG2_E.value,
             settings.tau,
-            HEAD_DIM=head_dim,
-            V_HEAD_DIM=v_head_dim,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
-            BLOCK_DV=block_dv,
-            STRIDE_UNIT=unit,
-            USE_TMA=use_tma,
-            IS_PACKED=sequences.is_packed,
-            HAS_BOUNDS=sequences.bounds is not None,
-            HAS_LEFT=left >= 0,
-            HAS_RIGHT=right >= 0,
-            HAS_MASK=mask is not None,
-            HAS_SOFTCAP=settings.softcap > 0,
-            HAS_SINKS=sinks is not None,
-            RETURN_WORK=return_work,
-            SAVE_SUPPORT=save_support and not is_known,
-            IS_WALK=walked is not None,
-            IS_SUPPORT=is_known,
-            DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=config.num_warps if mask is None else max(config.num_warps, 8),  # its tile takes registers
-            num_stages=config.num_stages,
         )
+        constants = {
+            "HEAD_DIM": head_dim,
+            "V_HEAD_DIM": v_head_dim,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "STRIDE_UNIT": unit,
+            "USE_TMA": use_tma,
+            "IS_PACKED": sequences.is_packed,
+            "HAS_BOUNDS": sequences.bounds is not None,
+            "HAS_LEFT": left >= 0,
+            "HAS_RIGHT": right >= 0,
+            "HAS_MASK": mask is not None,
+            "HAS_SOFTCAP": settings.softcap > 0,
+            "HAS_SINKS": sinks is not None,
+            "RETURN_WORK": return_work,
+            "SAVE_SUPPORT": save_support and not is_known,
+            "IS_WALK": walked is not None,
+            "IS_SUPPORT": is_known,
+            "DOT_PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+            "num_warps": config.num_warps if mask is None else max(config.num_warps, 8),  # its tile takes registers
+            "num_stages": config.num_stages,
+        }
+        tensors = q, k, v, out, lse, sinks, mask, visible, tiles, certificate, support, walked, sequences.bounds
+        FORWARD.launch(grid, key_of(*tensors), {**dict(zip(FORWARD.names, runtime)), **constants})
     return out, lse, tiles, certificate, support

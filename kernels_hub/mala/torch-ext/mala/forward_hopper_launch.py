@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .forward_hopper import LOG2_E, mala_forward_hopper_kernel
+from .launch_cache import CachedKernel, key_of
 from .program_order import units_at_once
 from .query_tile import Settings
 from .tile_config import TileConfig, padded_head_dim
@@ -20,6 +21,7 @@ from .tma import by_head_view, has_tma
 from .visibility import Sequences
 
 MAX_SHARED_BYTES = 227 * 1024
+FORWARD_HOPPER = CachedKernel(mala_forward_hopper_kernel)
 ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
 # keys of a tile and v's head_dim together: each takes half as many of a thread's registers, of which three warpgroups have 160
 MAX_COLUMNS_OF_THREE = 256
@@ -91,7 +93,8 @@ def launch_forward_hopper(
     left, right = settings.window
     key_bytes = seqlen_k * (q.shape[-1] + v.shape[-1]) * q.element_size()
     with torch.cuda.device(q.device):
-        mala_forward_hopper_kernel[(math.ceil(num_q_tiles / warpgroups) * num_heads * q.shape[0],)](
+        grid = (math.ceil(num_q_tiles / warpgroups) * num_heads * q.shape[0],)
+        runtime = (
             _descriptor(q, block_m, block_d),
             _descriptor(k, block_n, block_d),
             _descriptor(v, block_n, block_dv),
@@ -115,20 +118,24 @@ def launch_forward_hopper(
             settings.softmax_scale * LOG2_E.value,
             settings.softcap * LOG2_E.value,
             settings.tau,
-            V_HEAD_DIM=v.shape[-1],
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
-            BLOCK_DV=block_dv,
-            STRIDE_UNIT=unit,
-            STAGES=stages,
-            HAS_LEFT=left >= 0,
-            HAS_RIGHT=right >= 0,
-            HAS_SOFTCAP=settings.softcap > 0,
-            HAS_SINKS=sinks is not None,
-            RETURN_WORK=tiles is not None,
-            SAVE_SUPPORT=support is not None,
-            CAN_SKIP=can_skip,
-            WARPGROUPS=warpgroups,
-            num_warps=4,
         )
+        constants = {
+            "V_HEAD_DIM": v.shape[-1],
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "STRIDE_UNIT": unit,
+            "STAGES": stages,
+            "HAS_LEFT": left >= 0,
+            "HAS_RIGHT": right >= 0,
+            "HAS_SOFTCAP": settings.softcap > 0,
+            "HAS_SINKS": sinks is not None,
+            "RETURN_WORK": tiles is not None,
+            "SAVE_SUPPORT": support is not None,
+            "CAN_SKIP": can_skip,
+            "WARPGROUPS": warpgroups,
+            "num_warps": 4,
+        }
+        key = key_of(q, k, v, out, lse, sinks, tiles, certificate, support)
+        FORWARD_HOPPER.launch(grid, key, {**dict(zip(FORWARD_HOPPER.names, runtime)), **constants})

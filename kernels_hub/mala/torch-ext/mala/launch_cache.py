@@ -31,14 +31,14 @@ class CachedKernel:
         # the interpreter's kernels do not say which of their parameters are constants, and are not compiled
         self.constants = [parameter.name for parameter in getattr(kernel, "params", []) if parameter.is_constexpr]
 
-    def launch(self, grid: tuple[int, int], key: tuple, arguments: dict[str, Any]) -> None:
+    def launch(self, grid: tuple[int, ...], key: tuple, arguments: dict[str, Any]) -> None:
         """Run over ``grid``; ``arguments`` by name, launch options among them."""
         values = [arguments[name] for name in self.names]
         constants = tuple([arguments[name] for name in self.constants])
         whole = (key, constants, *[arguments.get(option) for option in OPTIONS])
         compiled = self.compiled.get(whole)
         if compiled is not None:
-            compiled[(*grid, 1)](*values)
+            compiled[(*grid, 1, 1)[:3]](*values)
             return
         compiled = self.kernel[grid](**arguments)
         if isinstance(compiled, CompiledKernel):  # the interpreter has none
