@@ -122,7 +122,7 @@ def test_long_calls_are_looked_at_each_time_and_remembered_for_graphs(looks, mon
     assert looks.number == 3
 
 
-def test_a_graph_takes_no_heads_apart(looks, monkeypatch):
+def test_a_graph_takes_heads_apart_as_an_earlier_call_did(looks, monkeypatch):
     memory = ChoiceMemory()
     settings = Settings(1.0, 0.1, (-1, 0), 0.0, (64, 128))
     q, k = (torch.empty(1, 32768, heads, 128, device="meta") for heads in (4, 2))
@@ -130,7 +130,8 @@ def test_a_graph_takes_no_heads_apart(looks, monkeypatch):
     apart = [Choice("fused", "peaked", (0,)), Choice("dense", "flat", (1,))]
     memory.store(memory_key(q, k, settings, sequences, ALL), apart)
     monkeypatch.setattr(discover_choice, "is_capturing", lambda: True)
-    assert chosen(memory, 32768).way == "fused"
+    found = discover_choice.choose(q, k, settings, sequences, ALL, memory)
+    assert [(choice.way, choice.kv_heads) for choice in found] == [("fused", (0,)), ("dense", (1,))]
 
 
 def test_nothing_is_remembered_where_a_gradient_is_taken(looks, monkeypatch):

@@ -79,6 +79,16 @@ def test_a_cuda_graph_chooses_by_length_and_goes_the_way_of_an_earlier_call():
 
 
 @pytest.mark.gpu
+def test_a_cuda_graph_takes_heads_apart_as_an_earlier_call_did():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 32768, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 4, 4))
+    k[:, :, ::2] *= 20  # peaked
+    _, work = mala_attn_func(q, k, v, causal=True, return_work=True)
+    assert {choice.kv_heads for choice in work.choices} == {(0, 2), (1, 3)}
+    assert torch.equal(replayed(q, k, v), mala_attn_func(q, k, v, causal=True))
+
+
+@pytest.mark.gpu
 def test_a_compiled_model_on_a_gpu_trains_through_short_calls():
     torch._dynamo.reset()
     compiled = torch.compile(lambda q, k, v: mala_attn_func(q, k, v, causal=True), fullgraph=True, dynamic=False)

@@ -74,9 +74,9 @@ def attend(
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     works = []
     for choice in choices:
-        of_keys = torch.tensor(choice.kv_heads, device=q.device)
-        groups = q.shape[2] // k.shape[2]
-        of_queries = (of_keys[:, None] * groups + torch.arange(groups, device=q.device)).flatten()
+        assert choice.kv_heads is not None  # of one of several choices
+        of_keys = _indices(choice.kv_heads, 1, q.device)
+        of_queries = _indices(choice.kv_heads, q.shape[2] // k.shape[2], q.device)
         own = q.index_select(2, of_queries), k.index_select(2, of_keys), v.index_select(2, of_keys)
         own_sinks = None if sinks is None else sinks.index_select(0, of_queries)
         part, part_lse, work = _attend_as(choice, backend, *own, own_sinks, None, call, None)
@@ -86,6 +86,11 @@ def attend(
         if work is not None:
             works.append((of_queries, work))
     return out, lse, _together(works, q.shape[2]) if call.return_work else None
+
+
+def _indices(heads: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """``size`` numbers from ``head * size`` on for each of the heads, without a copy from the host, which no CUDA graph takes in."""
+    return torch.cat([torch.arange(head * size, (head + 1) * size, device=device) for head in heads])
 
 
 def _choices(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[list[Choice], Optional[str]]:

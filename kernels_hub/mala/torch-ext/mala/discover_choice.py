@@ -66,7 +66,7 @@ def choose(
     key = memory_key(q, k, settings, sequences, may_be)
     if memory is not None and (shortest < MIN_SPLIT or is_capturing()):
         remembered = memory.recall(key, counts=not is_capturing())
-        if remembered is not None and (len(remembered) == 1 or not is_capturing()):  # taking heads apart needs the host
+        if remembered is not None:
             return [replace(choice, reason=f"{choice.reason}, in an earlier call") for choice in remembered]
     if is_capturing():
         return [Choice("fused", "a CUDA graph cannot look at scores before it chooses")]
