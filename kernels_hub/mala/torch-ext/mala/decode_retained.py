@@ -50,9 +50,9 @@ def full_normalizer(split_max_ptr, split_sum_ptr, split_top_ptr, sinks_ptr, grou
 
 @triton.jit
 def row_limits(normalizer_log2, largest, threshold_log2, exists, SLACK: tl.constexpr):
-    """What a tile must reach in some row: the row's limit, or its largest score."""
+    """What a tile must reach in some row: the row's limit, or its largest score. NaN where the normalizer is, which all tiles reach."""
     limit = limit_of(normalizer_log2, threshold_log2, exists, SLACK)
-    return tl.where(exists, tl.minimum(limit, largest), limit)
+    return tl.where(exists & (largest < limit), largest, limit)  # a GPU's minimum would pass over NaN
 
 
 @triton.jit
