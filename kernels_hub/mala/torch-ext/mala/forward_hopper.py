@@ -17,7 +17,7 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .forward_hopper_all import attend_all_tiles
 from .hopper_allocate import allocate
@@ -28,7 +28,7 @@ from .rule import log2_threshold, reaches_limit
 LN_2 = gl.constexpr(math.log(2.0))
 # fmt: off
 RUNTIME_VALUES = [
-    "stride_ob", "stride_os", "stride_oh", "stride_lb", "stride_lh", "stride_tb", "stride_th", "stride_tm",
+    "stride_lb", "stride_lh", "stride_tb", "stride_th", "stride_tm",
     "support_rows", "support_words",
     "q_begin", "seqlen_q", "seqlen_k", "num_q_tiles", "units_at_once", "num_heads", "num_kv_groups", "window_left", "window_right",
     "scale_log2", "softcap_log2", "tau",
@@ -44,9 +44,9 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
                  SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, WARPGROUPS: gl.constexpr):  # fmt: skip
     """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first."""
     (
-        q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
+        q_desc, k_ring, v_desc, out_desc, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
         q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
-        stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
+        stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
         batch, head, kv_head, first_q_tile, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
         window_left, window_right, scale_log2, softcap_log2, tau,
     ) = arguments  # fmt: skip
@@ -172,18 +172,17 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
     if RETURN_WORK:
         gl.store(certificate_ptr + row_base + rows, omitted * inverse, mask=row_exists)
     acc *= gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout))[:, None]
-    offs_dv = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, acc_layout))
-    out_rows = gl.convert_layout(rows, gl.SliceLayout(1, acc_layout))
-    out_mask = gl.convert_layout(row_exists, gl.SliceLayout(1, acc_layout))[:, None] & (offs_dv < V_HEAD_DIM)[None, :]
-    out_base = (batch64 * stride_ob + head64 * stride_oh) * STRIDE_UNIT
-    out_pointers = out_ptr + out_base + out_rows[:, None] * (stride_os * STRIDE_UNIT) + offs_dv[None, :]
-    gl.store(out_pointers, acc.to(dtype), mask=out_mask)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_DV], dtype)
+    q_smem._reinterpret(dtype, [BLOCK_M, BLOCK_DV], out_layout).store(acc.to(dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [batch, head, q_begin + start_m, 0], q_smem)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=RUNTIME_VALUES)
 def mala_forward_hopper_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
+    stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
     q_begin, seqlen_q, seqlen_k, num_q_tiles, units_at_once, num_heads, num_kv_groups, window_left, window_right,
     scale_log2, softcap_log2, tau,
     V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
@@ -227,9 +226,9 @@ def mala_forward_hopper_kernel(
         mbarrier.init(v_free.index(warpgroup), count=WARPGROUPS)
 
     arguments = (
-        q_desc, k_ring, v_desc, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
+        q_desc, k_ring, v_desc, out_desc, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
         q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
-        stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
+        stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
         batch, head, kv_head, first_q_tile, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
         window_left, window_right, scale_log2, softcap_log2, tau,
     )  # fmt: skip

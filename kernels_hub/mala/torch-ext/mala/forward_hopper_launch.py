@@ -98,11 +98,10 @@ def launch_forward_hopper(
             _descriptor(q, block_m, block_d),
             _descriptor(k, block_n, block_d),
             _descriptor(v, block_n, block_dv),
-            out,
+            _descriptor(out, block_m, block_dv),
             lse,
             # one that is not there is not read; the kernel's tuples hold no None
             *(lse if x is None else x for x in (sinks, tiles, certificate, support)),
-            *(stride // unit for stride in out.stride()[:3]),
             *lse.stride()[:2],
             *((0, 0, 0) if tiles is None else tiles.stride()[:3]),
             *((0, 0) if support is None else support.shape[2:]),
