@@ -38,14 +38,13 @@ RUNTIME_VALUES = [
 
 @gluon.jit
 def _attend_rows(warpgroup: gl.constexpr, arguments,
-                 V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                 BLOCK_DV: gl.constexpr, STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr,
-                 HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr,
-                 SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, WARPGROUPS: gl.constexpr):  # fmt: skip
+                 BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+                 HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
+                 RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, WARPGROUPS: gl.constexpr):  # fmt: skip
     """One warpgroup: one query tile of BLOCK_M rows against key tiles last - 1 down to first."""
     (
         q_desc, k_ring, v_desc, out_desc, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
+        q_and_out, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
         stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
         batch, head, kv_head, first_q_tile, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
         window_left, window_right, scale_log2, softcap_log2, tau,
@@ -60,7 +59,7 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
 
     q_tile_index = first_q_tile + warpgroup
     start_m = q_tile_index * BLOCK_M
-    q_smem = q_block.index(warpgroup)
+    q_smem = q_and_out.index(warpgroup)._reinterpret(dtype, [1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     mbarrier.expect(q_ready.index(warpgroup), q_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(q_desc, [batch, head, q_begin + start_m, 0], q_ready.index(warpgroup), q_smem)
 
@@ -173,9 +172,11 @@ def _attend_rows(warpgroup: gl.constexpr, arguments,
         gl.store(certificate_ptr + row_base + rows, omitted * inverse, mask=row_exists)
     acc *= gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout))[:, None]
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_DV], dtype)
-    q_smem._reinterpret(dtype, [BLOCK_M, BLOCK_DV], out_layout).store(acc.to(dtype))
+    out_smem = q_and_out.index(warpgroup)  # q's last product has ended
+    out_smem._reinterpret(dtype, [BLOCK_M, BLOCK_DV], out_layout).store(acc.to(dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [batch, head, q_begin + start_m, 0], q_smem)
+    out_smem = out_smem._reinterpret(dtype, [1, 1, BLOCK_M, BLOCK_DV], out_desc.layout)
+    tma.async_copy_shared_to_global(out_desc, [batch, head, q_begin + start_m, 0], out_smem)
     tma.store_wait(0)
 
 
@@ -185,10 +186,9 @@ def mala_forward_hopper_kernel(
     stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
     q_begin, seqlen_q, seqlen_k, num_q_tiles, units_at_once, num_heads, num_kv_groups, window_left, window_right,
     scale_log2, softcap_log2, tau,
-    V_HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STRIDE_UNIT: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
+    RETURN_WORK: gl.constexpr, SAVE_SUPPORT: gl.constexpr, CAN_SKIP: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """WARPGROUPS neighbouring query tiles of one head; seqlen_q counts rows from q_begin, the first row that sees a key."""
     num_groups = gl.cdiv(num_q_tiles, WARPGROUPS)
@@ -209,7 +209,11 @@ def mala_forward_hopper_kernel(
     last = gl.cdiv(gl.maximum(high, 0), BLOCK_N)
 
     dtype: gl.constexpr = k_desc.dtype
-    q_block = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    # a query tile's memory takes its output in the end
+    q_is_wider: gl.constexpr = BLOCK_D > BLOCK_DV
+    widest: gl.constexpr = BLOCK_D if q_is_wider else BLOCK_DV
+    widest_layout: gl.constexpr = q_desc.layout if q_is_wider else out_desc.layout
+    q_and_out = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, BLOCK_M, widest], widest_layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -227,7 +231,7 @@ def mala_forward_hopper_kernel(
 
     arguments = (
         q_desc, k_ring, v_desc, out_desc, lse_ptr, sinks_ptr, tiles_ptr, certificate_ptr, support_ptr,
-        q_block, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
+        q_and_out, v_buffers, q_ready, k_ready, k_free, v_ready, v_free,
         stride_lb, stride_lh, stride_tb, stride_th, stride_tm, support_rows, support_words,
         batch, head, kv_head, first_q_tile, first, last, q_begin, seqlen_q, seqlen_k, num_q_tiles, num_heads,
         window_left, window_right, scale_log2, softcap_log2, tau,
@@ -238,25 +242,25 @@ def mala_forward_hopper_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (_attend_rows, (middle, arguments,
-                V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, WARPGROUPS)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT,
+                CAN_SKIP, WARPGROUPS)),
             (_attend_rows, (earliest, arguments,
-                V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, WARPGROUPS)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT,
+                CAN_SKIP, WARPGROUPS)),
             (load_tiles, (k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, batch, kv_head, first, last,
                 STAGES, BLOCK_N, CAN_SKIP)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_attend_rows, (latest, arguments,
-                V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, WARPGROUPS)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT,
+                CAN_SKIP, WARPGROUPS)),
             (_attend_rows, (middle, arguments,
-                V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, WARPGROUPS)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT,
+                CAN_SKIP, WARPGROUPS)),
             (_attend_rows, (earliest, arguments,
-                V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STRIDE_UNIT, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
-                RETURN_WORK, SAVE_SUPPORT, CAN_SKIP, WARPGROUPS)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, RETURN_WORK, SAVE_SUPPORT,
+                CAN_SKIP, WARPGROUPS)),
             (load_tiles, (k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, batch, kv_head, first, last,
                 STAGES, BLOCK_N, CAN_SKIP)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -36,15 +36,15 @@ def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Option
         and config.block_m == ROWS_PER_WARPGROUP
         and config.block_n >= 16
         and all(has_tma(x) for x in (q, k, v))
+        and v.shape[-1] * v.element_size() % 16 == 0  # the output's rows, which leave by TMA
         and _shared_bytes(q, v, config, 2) <= MAX_SHARED_BYTES
     )
 
 
 def _shared_bytes(q: Tensor, v: Tensor, config: TileConfig, stages: int, warpgroups: int = 2) -> int:
     block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
-    elements = (
-        warpgroups * config.block_m + stages * config.block_n
-    ) * block_d + warpgroups * config.block_n * block_dv
+    of_warpgroup = config.block_m * max(block_d, block_dv) + config.block_n * block_dv  # a query tile or its output, a value tile
+    elements = warpgroups * of_warpgroup + stages * config.block_n * block_d
     return elements * q.element_size() + 1024
 
 
@@ -89,7 +89,6 @@ def launch_forward_hopper(
     q_begin, q_end, _, seqlen_k = sequences.common
     num_q_tiles = math.ceil((q_end - q_begin) / block_m)
     num_heads = q.shape[2]
-    unit = 8 if all(stride % 8 == 0 for stride in out.stride()[:3]) else 1
     left, right = settings.window
     key_bytes = seqlen_k * (q.shape[-1] + v.shape[-1]) * q.element_size()
     with torch.cuda.device(q.device):
@@ -119,12 +118,10 @@ def launch_forward_hopper(
             settings.tau,
         )
         constants = {
-            "V_HEAD_DIM": v.shape[-1],
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "BLOCK_D": block_d,
             "BLOCK_DV": block_dv,
-            "STRIDE_UNIT": unit,
             "STAGES": stages,
             "HAS_LEFT": left >= 0,
             "HAS_RIGHT": right >= 0,
