@@ -91,11 +91,11 @@ def test_on_a_gpu_a_shape_comes_to_cudnn_in_the_end(monkeypatch):
 @pytest.mark.parametrize(
     ("head_dim", "length", "causal", "major", "expected"),
     [
-        (128, 8192, True, 9, dense.OWN),
-        (128, 8191, True, 9, "cudnn"),
-        (128, 8192, False, 9, "cudnn"),
-        (64, 8192, True, 9, "cudnn"),
-        (128, 8192, True, 8, "cudnn"),
+        (128, 2048, True, 9, dense.OWN),
+        (128, 2047, True, 9, "cudnn"),
+        (128, 2048, False, 9, "cudnn"),
+        (64, 2048, True, 9, "cudnn"),
+        (128, 2048, True, 8, "cudnn"),
     ],
 )
 def test_where_malas_own_loop_leads_no_plan_is_made(head_dim, length, causal, major, expected, monkeypatch):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .decode_chain import chain_options
-from .decode_combine import combine_kernel
+from .decode_combine import SPLITS_AT_ONCE, combine_kernel
 from .decode_plane import plane_arguments, score_plane_kernel
 from .decode_split import attend_split_kernel
 from .decode_two_pass import attend_retained_kernel, score_tiles_kernel
@@ -36,6 +36,7 @@ MAX_ROWS = 128  # of a tile
 MAX_ROWS_TO_KEEP = 64  # query rows of a KV head up to which the first pass keeps probabilities for the second
 STAGES_OF_TWO = 2  # of a loop that loads keys and values
 SCANNED = 4096  # row maxima that a program of the second pass looks at together
+AT_ONCE = SPLITS_AT_ONCE.value
 CPU_PROGRAMS = 8  # programs to split the keys over where there is no GPU to fill
 
 SCORE_TILES, SCORE_PLANE, ATTEND_RETAINED, ATTEND_SPLIT, COMBINE = (
@@ -98,9 +99,11 @@ def launch_decode(
     first_launch = plane_launch(head_dim, major) if first_launch is None else first_launch
     if num_splits == 0:
         split_by = launch if key_plane is None else first_launch
-        programs = split_by.programs_per_sm * multiprocessors(q.device)
-        # rounded down: a few programs beyond what runs at once would take as long as all the others
-        num_splits = max(1, min(programs // groups, math.ceil(num_k_tiles / split_by.min_tiles)))
+        # rounded down: a few programs beyond what runs at once would take as long as all the others, and so would a few splits beyond
+        # what is read of all splits at once
+        filling = split_by.programs_per_sm * multiprocessors(q.device) // groups
+        filling = filling // AT_ONCE * AT_ONCE or filling
+        num_splits = max(1, min(filling, math.ceil(num_k_tiles / split_by.min_tiles)))
     num_splits = min(num_splits, max(num_k_tiles, 1))
     keep_p = seqlen_q * group <= MAX_ROWS_TO_KEEP if keep_p is None else keep_p
 

@@ -130,7 +130,7 @@ MAX_DECODE_ROWS = 64  # of a tile: tokens x query heads of a KV head
 DECODE_LAUNCH_16BIT = {
     32: DecodeLaunch(128, 4, 4, 4, 4),
     64: DecodeLaunch(128, 4, 4, 4, 4),
-    128: DecodeLaunch(64, 4, 3, 4, 4),
+    128: DecodeLaunch(64, 4, 3, 3, 4),  # (results/decode_splits_h200.json)
     256: DecodeLaunch(64, 4, 2, 2, 4),
 }
 DECODE_LAUNCH_32BIT = {dim: DecodeLaunch(32, 4, 2, 2, 4) for dim in (32, 64, 128, 256)}
@@ -153,19 +153,20 @@ class PlaneLaunch:
     num_stages: int
     programs_per_sm: int
     min_tiles: int
+    room_per_sm: int = 3  # programs that have registers at once, of the next kernel, too, which starts before this one ends
 
     @property
     def max_registers(self) -> int:
-        """Of a thread, so that all programs of a multiprocessor of an NVIDIA GPU run at once."""
-        return min(255, REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+        """Of a thread, so that ``room_per_sm`` programs of a multiprocessor of an NVIDIA GPU run at once."""
+        return min(255, REGISTERS // (32 * self.num_warps * self.room_per_sm) // 8 * 8)
 
 
-# padded head_dim -> launch shape. 128, on an H200 (results/int8_decode_tuning.json): 2 programs are 5 % faster for 16 query heads at
-# batch 1 and 1 % slower for 64, at batch 8 3 %; no other shape is faster anywhere. Others by the compiled code: not measured
+# padded head_dim -> launch shape. 128: of six numbers of programs, each for nine shapes, the fastest or within 2 % of it on an H200
+# (results/decode_splits_h200.json). Other head_dims by the compiled code: not measured
 PLANE_LAUNCH = {
     32: PlaneLaunch(512, 4, 3, 3, 8),
     64: PlaneLaunch(512, 4, 3, 3, 8),
-    128: PlaneLaunch(256, 4, 3, 3, 8),
+    128: PlaneLaunch(256, 4, 3, 2, 8),
     256: PlaneLaunch(128, 4, 3, 3, 8),
 }
 
