@@ -153,7 +153,8 @@ class PlaneLaunch:
     num_stages: int
     programs_per_sm: int
     min_tiles: int
-    room_per_sm: int = 3  # programs that have registers at once, of the next kernel, too, which starts before this one ends
+    # programs that have registers at once: of the next kernel, too, which starts before this one ends
+    room_per_sm: int = 3
 
     @property
     def max_registers(self) -> int:
