@@ -22,7 +22,7 @@ from .work import NOT_VISIBLE, RETAINED
 OWN = "own"  # MALA's kernel, told to skip nothing
 NAMES = {"cudnn": "by cuDNN", "flash": "by FlashAttention", "cpu": "by torch", OWN: "by MALA's own kernel with tau = 0"}
 HOPPER = 9  # major compute capability, where that kernel has a loop without votes
-# head_dim: keys from which that loop is faster than cuDNN in causal attention (results/forward_order_h200.json); with fewer, by less than
+# head_dim: keys from which that loop is faster than cuDNN in causal attention (results/operator_h200.json); with fewer, by less than
 # its launch costs the host
 OWN_LEADS_FROM = {128: 2048}
 HEAD_DIM_UNIT = 8  # elements; torch pads other head dims, which copies
