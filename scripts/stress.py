@@ -5,9 +5,10 @@ python scripts/stress.py results/stress_h200.json                               
 python scripts/stress.py stress.json --seconds 300 --processes 6 --seed 7
 
 Processes take turns on a GPU at moments that no kernel chooses, so warps and copies meet in orders that a kernel alone never sees. Each
-process computes its calls once, waits for the others, and repeats them until the time is over: forward by each way of discovery and
-without votes (tau = 0), backward, and decodes of each form. Each result must have the bits of the first, and processes with the same
-head_dim the same first bits. Exit code 0 where they do, 1 where one differs, 2 where a process fails.
+process computes its calls once, waits for the others, and repeats them until the time is over: forward by each way of discovery,
+without votes (tau = 0) and in programs so short that most are beginning or ending, backward, and decodes of each form. Each result must
+have the bits of the first, and processes with the same head_dim the same first bits. Exit code 0 where they do, 1 where one differs, 2
+where a process fails.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ from mala_hf.workloads import peaked_inputs
 
 Ways = dict[str, Callable[[], list[Tensor]]]
 HEADS, KV_HEADS, LINKS = 8, 4, 1.0
+TALL, KEYS_OF_TALL = (
+    32,
+    64,
+)  # times as many queries as elsewhere, on so few keys that programs end as soon as they have begun
 START_SECONDS = 300.0  # to compile, beside the time that a run is given
 
 
@@ -55,6 +60,13 @@ def ways_of(head_dim: int, seqlen: int, seed: int, device: str) -> Ways:
         out = mala_attn_func(*leaves, causal=True, impl="triton", save_support=True)
         return list(torch.autograd.grad(out.float().square().sum(), leaves))
 
+    def tall() -> list[Tensor]:
+        q = x.q.repeat(1, TALL, 1, 1).requires_grad_()  # training saves the retained tiles
+        out = mala_attn_func(
+            q, x.k[:, :KEYS_OF_TALL], x.v[:, :KEYS_OF_TALL], causal=False, impl="triton", discovery="fused"
+        )
+        return [out.detach()]
+
     def step(form: str, **options) -> list[Tensor]:
         return list(mala_attn_func(x.q[:, -1:], x.k, x.v, **common, decode=form, **options))
 
@@ -62,6 +74,7 @@ def ways_of(head_dim: int, seqlen: int, seed: int, device: str) -> Ways:
         "forward, fused": lambda: forward(discovery="fused"),
         "forward, int8": lambda: forward(discovery="int8"),
         "forward, tau = 0": lambda: forward(discovery="fused", tau=0.0),
+        "forward, short programs": tall,
         "backward over its support": trained,
         "decode, two passes": lambda: step("two_pass"),
         "decode, split": lambda: step("split"),

@@ -29,7 +29,8 @@ class Finding:
     """What one compiled kernel takes. ``spilled_bytes`` per thread and ``registers`` are None where the tool is not at hand.
 
     ``is_serialised``: its assembler found a matrix product whose numbers are read before it must have ended, and made each wait for the
-    one before: nothing runs beside a product then.
+    one before: nothing runs beside a product then. ``open_barriers``: barriers in shared memory that are begun and never ended, so that
+    their memory may be given to something else while they are in use.
     """
 
     kernel: str
@@ -38,6 +39,7 @@ class Finding:
     registers: int | None = None
     spilled_bytes: int | None = None
     is_serialised: bool = False
+    open_barriers: int = 0
 
 
 def findings(launches: list[Launch], compile_kernels: bool = True) -> list[list[dict]]:
@@ -107,7 +109,11 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 def _found(kernel, is_serialised: bool) -> Finding:
     cubin, name = kernel.asm.get("cubin"), kernel.metadata.name
     if cubin is not None:
-        return Finding(name, kernel.metadata.shared, kernel.metadata.num_warps, *_resources(cubin), is_serialised)
+        begun, ended = (kernel.asm["ptx"].count(f"mbarrier.{end}") for end in ("init", "inval"))
+        resources = _resources(cubin)
+        return Finding(
+            name, kernel.metadata.shared, kernel.metadata.num_warps, *resources, is_serialised, begun - ended
+        )
     assembly = kernel.asm["amdgcn"]
     scratch = re.search(r"ScratchSize: (\d+)", assembly)
     registers = re.search(r"NumVgprs: (\d+)", assembly)

@@ -122,6 +122,8 @@ def _complaints(launch: Launch, kernels: list[dict]) -> list[str]:
             complaints.append(f"{name} takes {found.shared_bytes} bytes of shared memory")
         if found.is_serialised:
             complaints.append(f"{name}: its matrix products wait for one another")
+        if found.open_barriers:
+            complaints.append(f"{name} leaves {found.open_barriers} barriers open")
         limit = MASK_SPILL_LIMIT_BYTES if launch.mask else SPILL_LIMIT_BYTES[launch.dtype]
         if (launch.target, launch.dtype, launch.head_dim) == ("cuda:90", "float32", 256):
             limit = LARGEST_FLOAT32_SPILL_LIMIT_BYTES

@@ -20,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .blockwise import Settings
 from .discover_bounds import KEY_NUMBERS, ROW_NUMBERS, RUNTIME_VALUES, first_retained_tile
+from .hopper_steps import release
 from .program_order import longest_first, units_at_once
 from .tile_config import padded_head_dim
 from .visibility import Sequences
@@ -170,6 +171,8 @@ def discover_hopper_kernel(
                           KEY_NUMBERS)),
         (_load_keys, (k_desc, k_ring, k_ready, k_free, kv_tiles * BLOCK_N, first, last, STAGES, BLOCK_N)),
     ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    release(k_ready, STAGES)
+    release(k_free, STAGES)
 
 
 @cache

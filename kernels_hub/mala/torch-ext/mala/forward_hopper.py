@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .forward_hopper_all import attend_all_tiles
 from .hopper_allocate import allocate
-from .hopper_steps import LOG2_E, is_any, judge, load_tiles, start_scores
+from .hopper_steps import LOG2_E, is_any, judge, load_tiles, release, start_scores
 from .program_order import longest_first
 from .rule import log2_threshold, reaches_limit
 
@@ -264,3 +264,8 @@ def mala_forward_hopper_kernel(
             (load_tiles, (k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, batch, kv_head, first, last,
                 STAGES, BLOCK_N, CAN_SKIP)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    release(k_ready, STAGES)
+    release(k_free, STAGES)
+    release(q_ready, WARPGROUPS)
+    release(v_ready, WARPGROUPS)
+    release(v_free, WARPGROUPS)

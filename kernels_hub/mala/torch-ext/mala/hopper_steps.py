@@ -15,6 +15,18 @@ LOG2_E = gl.constexpr(math.log2(math.e))
 
 
 @gluon.jit
+def release(barriers, COUNT: gl.constexpr):
+    """End ``COUNT`` barriers, once all warpgroups are done.
+
+    Not for tidiness: a barrier that nobody names after the warpgroups start counts as dead, and Triton lays what it hands them on its
+    memory, though it was never invalidated. Alone on a GPU that went well; where processes took turns on one, warps found other numbers
+    there, and calls hung or wrote to addresses that were none.
+    """
+    for i in gl.static_range(COUNT):
+        mbarrier.invalidate(barriers.index(i))
+
+
+@gluon.jit
 def load_tiles(
     k_desc, v_desc, k_ring, v_buffers, k_ready, k_free, v_ready, v_free, batch, kv_head, first, last, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, CAN_SKIP: gl.constexpr,
