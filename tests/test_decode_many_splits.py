@@ -17,6 +17,16 @@ GROUP = 7  # query heads of a KV head: no power of two
 KEYS = 2 * TILE * SPLITS + 5 * TILE + 3  # three tiles a split, and splits without any at the end
 NEEDLES = (0, TILE * 3 * 70 + 1, TILE * 3 * 99, KEYS - 1)
 FORMS = ("two_pass", "int8_two_pass")
+SCANNED = {"all at one look": 4096, "splits listed": 128}
+
+
+@pytest.fixture(params=SCANNED.values(), ids=SCANNED, autouse=True)
+def scanned(request, monkeypatch) -> None:
+    """Row maxima that a program looks at together: all of these tests', or so few that splits are listed first."""
+    pytest.importorskip("triton")
+    from mala_hf.ops import decode
+
+    monkeypatch.setattr(decode, "SCANNED", request.param)
 
 
 def cache(device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -100,7 +100,7 @@ def launch_decode(
     if num_splits == 0:
         split_by = launch if key_plane is None else first_launch
         # rounded down: a few programs beyond what runs at once would take as long as all the others, and so would a few splits beyond
-        # what is read of all splits at once
+        # those that are read at once (results/decode_splits_listed_h200.json)
         filling = split_by.programs_per_sm * multiprocessors(q.device) // groups
         filling = filling // AT_ONCE * AT_ONCE or filling
         num_splits = max(1, min(filling, math.ceil(num_k_tiles / split_by.min_tiles)))
@@ -219,6 +219,7 @@ def launch_decode(
                 "lists_ptr": empty(groups, num_splits, num_splits + -(-num_k_tiles // num_splits), dtype=torch.int32),
                 "SCAN_R": scan_r,
                 "SCAN_TILES": SCANNED // scan_r,
+                "IS_LISTED": num_k_tiles > SCANNED // scan_r,
                 "KEEP_P": keep_p,
                 "HAS_SINKS": sinks is not None,
                 "FROM_PLANE": from_plane,

@@ -130,7 +130,7 @@ MAX_DECODE_ROWS = 64  # of a tile: tokens x query heads of a KV head
 DECODE_LAUNCH_16BIT = {
     32: DecodeLaunch(128, 4, 4, 4, 4),
     64: DecodeLaunch(128, 4, 4, 4, 4),
-    128: DecodeLaunch(64, 4, 3, 3, 4),  # (results/decode_splits_h200.json)
+    128: DecodeLaunch(64, 4, 3, 4, 4),
     256: DecodeLaunch(64, 4, 2, 2, 4),
 }
 DECODE_LAUNCH_32BIT = {dim: DecodeLaunch(32, 4, 2, 2, 4) for dim in (32, 64, 128, 256)}
@@ -162,8 +162,8 @@ class PlaneLaunch:
         return min(255, REGISTERS // (32 * self.num_warps * self.room_per_sm) // 8 * 8)
 
 
-# padded head_dim -> launch shape. 128: of six numbers of programs, each for nine shapes, the fastest or within 2 % of it on an H200
-# (results/decode_splits_h200.json). Other head_dims by the compiled code: not measured
+# padded head_dim -> launch shape. 128, on an H200: 2 programs are the fastest at batch 1 and as fast as 3 at batch 8
+# (results/decode_splits_h200.json, decode_splits_listed_h200.json). Others by the compiled code: not measured
 PLANE_LAUNCH = {
     32: PlaneLaunch(512, 4, 3, 3, 8),
     64: PlaneLaunch(512, 4, 3, 3, 8),
