@@ -16,6 +16,8 @@ TILE = 16
 GROUP = 7  # query heads of a KV head: no power of two
 KEYS = 2 * TILE * SPLITS + 5 * TILE + 3  # three tiles a split, and splits without any at the end
 NEEDLES = (0, TILE * 3 * 70 + 1, TILE * 3 * 99, KEYS - 1)
+FULL = 2 * TILE * SPLITS  # two tiles a split, those of the second look too
+LATE_NEEDLES = (TILE * 2 * 70 + 1, TILE * 2 * (SPLITS - 20) + 1, TILE * 2 * (SPLITS - 9), FULL - 1)
 FORMS = ("two_pass", "int8_two_pass")
 SCANNED = {"all at one look": 4096, "splits listed": 128}
 
@@ -29,14 +31,14 @@ def scanned(request, monkeypatch) -> None:
     monkeypatch.setattr(decode, "SCANNED", request.param)
 
 
-def cache(device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q (1, 1, GROUP, 32), k and v (1, KEYS, 1, 32): every query head finds all NEEDLES and little else."""
+def cache(device, keys=KEYS, needles=NEEDLES) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q (1, 1, GROUP, 32), k and v (1, keys, 1, 32): every query head finds all needles and little else."""
     generator = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(1, KEYS, 1, 32, generator=generator) for _ in "kv")
+    k, v = (torch.randn(1, keys, 1, 32, generator=generator) for _ in "kv")
     q = torch.randn(1, 1, GROUP, 32, generator=generator)
     q[..., 0] = 40.0
     k[..., 0] = 0.0
-    k[:, NEEDLES, :, 0] = 4.0
+    k[:, needles, :, 0] = 4.0
     return q.to(device), k.to(device), v.to(device)
 
 
@@ -48,13 +50,14 @@ def run(form, q, k, v, splits=SPLITS, impl="triton"):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_retained_tiles_are_found_in_whatever_splits_they_lie(form, device):
-    q, k, v = cache(device)
+@pytest.mark.parametrize(("keys", "needles"), [(KEYS, NEEDLES), (FULL, LATE_NEEDLES)], ids=["some empty", "none empty"])
+def test_retained_tiles_are_found_in_whatever_splits_they_lie(keys, needles, form, device):
+    q, k, v = cache(device, keys, needles)
     out, lse, work = run(form, q, k, v)
     expected, expected_lse, expected_work = run(form, q, k, v, impl="blockwise")
     assert torch.equal(work.tiles, expected_work.tiles)
     retained = (work.tiles[0, 0, 0] == 2).nonzero()[:, 0].tolist()
-    assert retained == sorted({key // TILE for key in NEEDLES})
+    assert retained == sorted({key // TILE for key in needles})
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
