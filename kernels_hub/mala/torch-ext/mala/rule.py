@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule as Triton functions, used by every kernel. Scores, maxima and limits are in log2 units: natural logs times log2(e)."""
+"""The rule as Triton functions, used by every kernel.
+
+Limits and what is compared with them are in log2 units: natural logs times log2(e). Only ``online_softmax_step`` scales scores itself.
+"""
 
 import os
 
@@ -10,7 +13,8 @@ import triton.language as tl
 # The forward's slack is the larger, so that the backward's support stays inside the forward's.
 FORWARD_SLACK = tl.constexpr(2.0**-18)
 BACKWARD_SLACK = tl.constexpr(2.0**-20)
-# a row maximum in log2 units, 2**-24 of which moves p by at most 2**4; such scores lie at least that far apart
+# a row maximum in log2 units: rounding a smaller one moves log2(p) by less than 2**4, and from there on different scores lie more than
+# that apart
 HUGE = tl.constexpr(2.0**28)
 
 
@@ -70,8 +74,8 @@ def _scaled(row_max, to_log2):
     """``row_max * to_log2`` and the scale; beside a huge row_max the scale is the power of two below, whose products are exact.
 
     A weight takes one fused operation, ``score * scale - row_max * scale``, in which only the row's product was rounded: by up to
-    2**-24 of it, and from HUGE on exp2 could overflow. Two different scores lie at least as far apart there, so that a scale up to
-    twice too small leaves 0 of the smaller one's weight, too.
+    2**-24 of it, and from HUGE on p could overflow float16. Two different scores lie more than 2**4 apart there, so that with a scale
+    up to twice too small the smaller one's weight stays below 2**-8.
     """
     power = tl.exp2(tl.floor(tl.log2(to_log2)))
     is_huge = tl.abs(row_max) * to_log2 >= HUGE
