@@ -29,14 +29,15 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
 def flex() -> Attention:
     """FlexAttention, compiled for each shape, with the blocks above the diagonal left out."""
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    seen = set()
+    compiled_for = None
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         check_alignment(q, k)
+        nonlocal compiled_for
         shapes = q.shape, k.shape, v.shape
-        if shapes not in seen:
+        if shapes != compiled_for:
             torch._dynamo.reset()  # a function is compiled for eight shapes at most
-            seen.add(shapes)
+            compiled_for = shapes
         blocks = causal_blocks(q.shape[1], q.device) if q.shape[1] > 1 else None
         q, k, v = heads_first(q, k, v)
         return compiled(q, k, v, block_mask=blocks, enable_gqa=True).transpose(1, 2)

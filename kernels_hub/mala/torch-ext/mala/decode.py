@@ -212,14 +212,16 @@ def launch_decode(
                 # keys and values of a tile at once: more stages would leave room for fewer programs
                 scored["num_stages"] = min(launch.num_stages, STAGES_OF_TWO)
             scan_r = next_power_of_2(rows)
+            is_listed = num_k_tiles > SCANNED // scan_r
+            # of each program: splits to look through, then tiles to attend
+            entries = num_splits * is_listed + math.ceil(num_k_tiles / num_splits)
             weighed = {
                 "p_ptr": p,
                 "sinks_ptr": sinks,
-                # of each program: splits to look through, then tiles to attend
-                "lists_ptr": empty(groups, num_splits, num_splits + -(-num_k_tiles // num_splits), dtype=torch.int32),
+                "lists_ptr": empty(groups, num_splits, entries, dtype=torch.int32),
                 "SCAN_R": scan_r,
                 "SCAN_TILES": SCANNED // scan_r,
-                "IS_LISTED": num_k_tiles > SCANNED // scan_r,
+                "IS_LISTED": is_listed,
                 "KEEP_P": keep_p,
                 "HAS_SINKS": sinks is not None,
                 "FROM_PLANE": from_plane,

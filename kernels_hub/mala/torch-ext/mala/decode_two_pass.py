@@ -151,7 +151,8 @@ def attend_retained_kernel(
     limit = row_limits(full_log2, largest, threshold_log2, exists, BACKWARD_SLACK)
     tops_ptr = split_top_ptr if FROM_PLANE else split_max_ptr
     of_splits = group * num_splits
-    list_ptr = lists_ptr + (of_splits + split).to(tl.int64) * (num_splits + tl.cdiv(num_k_tiles, num_splits))
+    listed = num_splits if IS_LISTED else 0
+    list_ptr = lists_ptr + (of_splits + split).to(tl.int64) * (listed + tl.cdiv(num_k_tiles, num_splits))
     per_split = tiles_per_split(num_splits, low, high, BLOCK_N)
     places = places_to_look(tops_ptr, split_sum_ptr, of_splits, num_splits, per_split, first, last, limit, list_ptr, ROWS, SCAN_R,
                             IS_LISTED)  # fmt: skip
@@ -166,7 +167,7 @@ def attend_retained_kernel(
 
     places = places_to_look(tops_ptr, split_sum_ptr, of_splits, num_splits, per_split, first, last, limit, list_ptr, ROWS, SCAN_R,
                             IS_LISTED)  # fmt: skip
-    mine_ptr = list_ptr + num_splits
+    mine_ptr = list_ptr + listed
     num_retained = 0
     for start in range(0, places, SCAN_TILES):
         tiles, is_tile = tiles_at(list_ptr, start + tl.arange(0, SCAN_TILES), places, per_split, first, last, IS_LISTED)
