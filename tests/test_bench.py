@@ -161,6 +161,17 @@ def test_the_launch_of_a_graph_is_no_part_of_a_device_time():
 # baselines
 
 
+def test_flex_is_compiled_anew_for_each_shape_and_no_other_time(monkeypatch):
+    """A ninth shape would find torch's limit of compilations reached."""
+    resets = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda q, *_, **__: q)
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(None))
+    attention = baselines.flex()
+    for length, expected in ((1, 1), (1, 1), (128, 2), (1, 3)):
+        attention(*(torch.empty(1, length, 1, 16) for _ in "qkv"))
+        assert len(resets) == expected
+
+
 @pytest.mark.parametrize("seqlen", [1, 127, 128, 129, 500])
 def test_the_causal_blocks_of_flex_are_those_that_torch_makes(seqlen):
     expected = create_block_mask(baselines._causal, None, None, seqlen, seqlen, device="cpu")

@@ -49,6 +49,16 @@ def run(form, q, k, v, splits=SPLITS, impl="triton"):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("programs", "groups", "expected"),
+    [(528, 8, 66), (264, 2, 128), (396, 2, 128), (264, 1, 256), (100, 1, 100), (10, 20, 1)],
+)
+def test_splits_fill_the_gpu_and_not_a_few_more_than_are_read_at_once(programs, groups, expected):
+    from mala_hf.ops.decode import splits_that_fill
+
+    assert splits_that_fill(programs, groups) == expected
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("keys", "needles"), [(KEYS, NEEDLES), (FULL, LATE_NEEDLES)], ids=["some empty", "none empty"])
 def test_retained_tiles_are_found_in_whatever_splits_they_lie(keys, needles, form, device):

@@ -36,7 +36,6 @@ MAX_ROWS = 128  # of a tile
 MAX_ROWS_TO_KEEP = 64  # query rows of a KV head up to which the first pass keeps probabilities for the second
 STAGES_OF_TWO = 2  # of a loop that loads keys and values
 SCANNED = 4096  # row maxima that a program of the second pass looks at together
-AT_ONCE = SPLITS_AT_ONCE.value
 CPU_PROGRAMS = 8  # programs to split the keys over where there is no GPU to fill
 
 SCORE_TILES, SCORE_PLANE, ATTEND_RETAINED, ATTEND_SPLIT, COMBINE = (
@@ -99,11 +98,8 @@ def launch_decode(
     first_launch = plane_launch(head_dim, major) if first_launch is None else first_launch
     if num_splits == 0:
         split_by = launch if key_plane is None else first_launch
-        # rounded down: a few programs beyond what runs at once would take as long as all the others, and so would a few splits beyond
-        # those that are read at once (results/decode_splits_listed_h200.json)
-        filling = split_by.programs_per_sm * multiprocessors(q.device) // groups
-        filling = filling // AT_ONCE * AT_ONCE or filling
-        num_splits = max(1, min(filling, math.ceil(num_k_tiles / split_by.min_tiles)))
+        filling = splits_that_fill(split_by.programs_per_sm * multiprocessors(q.device), groups)
+        num_splits = min(filling, max(1, math.ceil(num_k_tiles / split_by.min_tiles)))
     num_splits = min(num_splits, max(num_k_tiles, 1))
     keep_p = seqlen_q * group <= MAX_ROWS_TO_KEEP if keep_p is None else keep_p
 
@@ -242,6 +238,17 @@ def _by_head(
 
 def _strides(name: str, x: Tensor, unit: int) -> dict[str, int]:
     return {f"stride_{name}{axis}": stride // unit for axis, stride in zip("bsh", x.stride()[:3])}
+
+
+def splits_that_fill(programs: int, groups: int) -> int:
+    """Splits of each of ``groups`` that keep at most ``programs`` busy, at least one; above SPLITS_AT_ONCE a multiple of it.
+
+    A few programs beyond what runs at once would take as long as all the others, and so would a few splits beyond those that are read
+    at once (results/decode_splits_listed_h200.json).
+    """
+    at_once = SPLITS_AT_ONCE.value
+    splits = programs // groups
+    return max(1, splits // at_once * at_once or splits)
 
 
 def next_power_of_2(number: int) -> int:

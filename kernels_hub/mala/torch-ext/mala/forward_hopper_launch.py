@@ -43,9 +43,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Option
 
 def _shared_bytes(q: Tensor, v: Tensor, config: TileConfig, stages: int, warpgroups: int = 2) -> int:
     block_d, block_dv = padded_head_dim(q.shape[-1]), padded_head_dim(v.shape[-1])
-    of_warpgroup = (
-        config.block_m * max(block_d, block_dv) + config.block_n * block_dv
-    )  # a query tile or its output, a value tile
+    # a query tile or its output, and a value tile
+    of_warpgroup = config.block_m * max(block_d, block_dv) + config.block_n * block_dv
     elements = warpgroups * of_warpgroup + stages * config.block_n * block_d
     return elements * q.element_size() + 1024
 

@@ -19,8 +19,8 @@ def release(barriers, COUNT: gl.constexpr):
     """End ``COUNT`` barriers, once all warpgroups are done.
 
     Not for tidiness: a barrier that nobody names after the warpgroups start counts as dead, and Triton lays what it hands them on its
-    memory, though it was never invalidated. Alone on a GPU that went well; where processes took turns on one, warps found other numbers
-    there, and calls hung or wrote to addresses that were none.
+    memory, though it was never invalidated, which PTX wants. Alone on a GPU that went well; where processes took turns on one, calls
+    hung or wrote to addresses that were none (results/shared_gpu_h200.json).
     """
     for i in gl.static_range(COUNT):
         mbarrier.invalidate(barriers.index(i))

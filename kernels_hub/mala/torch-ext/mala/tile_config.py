@@ -158,8 +158,9 @@ class PlaneLaunch:
 
     @property
     def max_registers(self) -> int:
-        """Of a thread, so that ``room_per_sm`` programs of a multiprocessor of an NVIDIA GPU run at once."""
-        return min(255, REGISTERS // (32 * self.num_warps * self.room_per_sm) // 8 * 8)
+        """Of a thread, so that all of a multiprocessor's programs, and ``room_per_sm`` in all, run at once on an NVIDIA GPU."""
+        programs = max(self.programs_per_sm, self.room_per_sm)
+        return min(255, REGISTERS // (32 * self.num_warps * programs) // 8 * 8)
 
 
 # padded head_dim -> launch shape. 128, on an H200: 2 programs are the fastest at batch 1 and as fast as 3 at batch 8
