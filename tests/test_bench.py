@@ -23,6 +23,8 @@ from mala_hf.bench.runner import run_rows
 from mala_hf.bench.tables import row_lines
 from mala_hf.bench.workload import Workload, measured_slots, workloads_of
 from mala_hf.ops import mala_attn_func
+from mala_hf.ops.choice_memory import memory
+from mala_hf.ops.work import Choice
 from mala_hf.workloads import captured_inputs, peaked_inputs
 
 CPU = torch.device("cpu")
@@ -240,7 +242,9 @@ def test_a_row_of_the_forward_states_its_work_and_names_the_best_dense_kernel(mo
 
     for name in ("device_times", "eager_times"):
         monkeypatch.setattr(forward, name, times)
+    memory.store(("an earlier row",), [Choice("fused", "peaked")])
     row = measure_forward(Workload(300, 150.0, **SMALL), {"slow": slow, "flash_sparse": dense}, CPU, 1.0)
+    assert memory.recall(("an earlier row",)) is None
     assert row["requested_slots"] == 150
     assert row["key_slots_per_query"] == pytest.approx(sum(row["key_slots_per_query_by_head"]) / 4)
     assert row["best_dense"] == "slow"  # flash_sparse is not dense

@@ -13,6 +13,8 @@ from mala_hf.bench.decode_inputs import DecodeShape, decode_inputs
 from mala_hf.bench.decode_workload import DecodeWorkload, decode_slots, decode_workloads
 from mala_hf.cli import main
 from mala_hf.ops import mala_attn_func
+from mala_hf.ops.choice_memory import memory
+from mala_hf.ops.work import Choice
 
 CPU = torch.device("cpu")
 FLOAT32 = {"dtype": torch.float32, "device": "cpu"}
@@ -59,7 +61,10 @@ def test_a_row_states_work_bytes_and_errors_and_a_baseline_that_fails_says_why()
 
     workload = DecodeWorkload(DecodeShape(1, 4, 2, 1024, 32), 200.0)
     baselines = {"dense": dense, "broken": broken, "wrong": wrong}
+    memory.store(("an earlier row",), [Choice("fused", "peaked")])
     row = measure_decode(workload, baselines, CPU, budget_ms=1.0, bandwidth=BANDWIDTH)
+    assert memory.recall(("an earlier row",)) is None
+    assert row["auto"]["choices"] == ["fused: a decode has one way"]  # on the CPU
     cache = 1024 * 2 * 32 * 4
     for form in decode.FORMS:
         column = row[form]

@@ -19,16 +19,17 @@ NEEDLES = (0, TILE * 3 * 70 + 1, TILE * 3 * 99, KEYS - 1)
 FULL = 2 * TILE * SPLITS  # two tiles a split, those of the second look too
 LATE_NEEDLES = (TILE * 2 * 70 + 1, TILE * 2 * (SPLITS - 20) + 1, TILE * 2 * (SPLITS - 9), FULL - 1)
 FORMS = ("two_pass", "int8_two_pass")
-SCANNED = {"all at one look": 4096, "splits listed": 128}
+ONE_LOOK = {"all at one look": 4096, "splits listed": 0}
 
 
-@pytest.fixture(params=SCANNED.values(), ids=SCANNED, autouse=True)
-def scanned(request, monkeypatch) -> None:
-    """Row maxima that a program looks at together: all of these tests', or so few that splits are listed first."""
+@pytest.fixture(params=ONE_LOOK.values(), ids=ONE_LOOK, autouse=True)
+def one_look(request, monkeypatch) -> None:
+    """Row maxima that a program looks at together: all of these tests', or none, so that splits are listed and looked at in parts."""
     pytest.importorskip("triton")
     from mala_hf.ops import decode
 
-    monkeypatch.setattr(decode, "SCANNED", request.param)
+    monkeypatch.setattr(decode, "ONE_LOOK", request.param)
+    monkeypatch.setattr(decode, "SCANNED", 128)
 
 
 def cache(device, keys=KEYS, needles=NEEDLES, kv_heads=1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -94,4 +95,6 @@ def test_a_window_that_begins_within_a_split(form, device):
         mala_attn_func(q, k, v, causal=True, impl=impl, **how, **plane) for impl in ("triton", "blockwise")
     )
     assert torch.equal(work.tiles, expected_work.tiles)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out, expected, rtol=5e-5, atol=5e-5
+    )  # of scores near 40, in log2 units, float32 knows 4e-6

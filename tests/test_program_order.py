@@ -28,7 +28,7 @@ def _write_order(place_ptr, unit_ptr, num_tiles, units_at_once):
     tl.store(unit_ptr + tl.program_id(0), unit)
 
 
-def order(num_tiles: int, num_units: int, together: int, device="cpu") -> list[tuple[int, int]]:
+def order(num_tiles: int, num_units: int, together: int, device) -> list[tuple[int, int]]:
     places, units = (torch.full((num_tiles * num_units,), -1, dtype=torch.int32, device=device) for _ in range(2))
     _write_order[(num_tiles * num_units,)](places, units, num_tiles, together)
     return list(zip(places.tolist(), units.tolist(), strict=True))
@@ -71,10 +71,10 @@ def _end(programs: list[tuple[int, int]], num_tiles: int) -> float:
     return max(free)
 
 
-def test_mixed_units_end_together():
+def test_mixed_units_end_together(device):
     """2,048 tokens of 16 heads, 128 rows a program: one head after the other takes 27 steps where 16.5 are the mean."""
-    assert _end(order(16, 16, 1), 16) == 27
-    assert _end(order(16, 16, 16), 16) == 17
+    assert _end(order(16, 16, 1, device), 16) == 27
+    assert _end(order(16, 16, 16, device), 16) == 17
 
 
 @pytest.mark.parametrize("l2_bytes", [1, 40_000])  # each KV head alone; two of four at a time

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops import KeyPlane, mala_attn_func, quantize_keys
+from ..ops.choice_memory import memory as remembered
 from .baselines import Attention
 from .decode_inputs import DecodeShape
 from .decode_workload import DecodeWorkload
@@ -56,6 +57,7 @@ def measure_decode(
     key_bytes, value_bytes = (x.numel() * x.element_size() for x in (k, v))
     plane = quantize_keys(k)
     copies = copies_for_cold_reads(min(key_bytes, plane.nbytes), device)
+    remembered.clear()  # another row's inputs are another layer's: "auto" looks at these
     caches = [(k, v, plane)]
     caches += [(k.clone(), v.clone(), KeyPlane(*(x.clone() for x in plane.tensors))) for _ in range(copies - 1)]
     truth = full_attention(q, k, v, 1)
@@ -95,6 +97,7 @@ def measure_decode(
             "work_fraction": work.work_fraction.mean().item(),
             "tile": list(work.tile),
             "form": work.form,
+            "choices": [str(choice) for choice in work.choices],
             **measured(form, [functools.partial(mala, q, *cache, form=form) for cache in caches], read),
         }
 

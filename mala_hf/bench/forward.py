@@ -42,6 +42,7 @@ def measure_forward(
     Raises ``RuntimeError`` where MALA is wrong; a baseline that fails says why in its place.
     """
     inputs = workload.inputs(device)
+    remembered.clear()  # another row's inputs are another layer's: "auto" looks at these
     _, work = mala(inputs.q, inputs.k, inputs.v, discovery="fused", return_work=True)
     row = {
         **described(workload, inputs),

@@ -35,7 +35,9 @@ SMALLEST_ROWS = 16  # of a matrix product
 MAX_ROWS = 128  # of a tile
 MAX_ROWS_TO_KEEP = 64  # query rows of a KV head up to which the first pass keeps probabilities for the second
 STAGES_OF_TWO = 2  # of a loop that loads keys and values
-SCANNED = 4096  # row maxima that a program of the second pass looks at together
+# row maxima that a program of the second pass looks at together: all of a group where they are no more than the first number, else
+# those of splits that hold retained tiles, which are listed first
+ONE_LOOK, SCANNED = 4096, 512
 CPU_PROGRAMS = 8  # programs to split the keys over where there is no GPU to fill
 
 SCORE_TILES, SCORE_PLANE, ATTEND_RETAINED, ATTEND_SPLIT, COMBINE = (
@@ -208,7 +210,7 @@ def launch_decode(
                 # keys and values of a tile at once: more stages would leave room for fewer programs
                 scored["num_stages"] = min(launch.num_stages, STAGES_OF_TWO)
             scan_r = next_power_of_2(rows)
-            is_listed = num_k_tiles > SCANNED // scan_r
+            is_listed = num_k_tiles > ONE_LOOK // scan_r
             # of each program: splits to look through, then tiles to attend
             entries = num_splits * is_listed + math.ceil(num_k_tiles / num_splits)
             weighed = {
@@ -216,7 +218,7 @@ def launch_decode(
                 "sinks_ptr": sinks,
                 "lists_ptr": empty(groups, num_splits, entries, dtype=torch.int32),
                 "SCAN_R": scan_r,
-                "SCAN_TILES": SCANNED // scan_r,
+                "SCAN_TILES": (SCANNED if is_listed else ONE_LOOK) // scan_r,
                 "IS_LISTED": is_listed,
                 "KEEP_P": keep_p,
                 "HAS_SINKS": sinks is not None,
