@@ -9,6 +9,7 @@ from typing import Any
 
 from .config import check_kernel_name
 from .extras import how_to_install
+from .ops import dense
 from .ops import hf as ours
 from .ops.hf_heads import sharers
 from .ops.support_reuse import records_support
@@ -82,4 +83,5 @@ def _adapter_in(kernel: ModuleType, name: str) -> ModuleType:
         )
     adapter.recorders = ours.recorders  # type: ignore[attr-defined]  # record_work hears all layers alike
     importlib.import_module(f"{kernel.__name__}.hf_heads").sharers = sharers  # type: ignore[attr-defined]
+    importlib.import_module(f"{kernel.__name__}.dense").offered = dense.offered  # type: ignore[attr-defined]
     return adapter

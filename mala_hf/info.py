@@ -15,7 +15,7 @@ from .ops.checks import MAX_HEAD_DIM
 from .ops.tile_config import DECODE_ROWS, tile_config
 from .version import __version__
 
-PACKAGES = ("torch", "transformers", "triton", "kernels", "accelerate", "gguf", "datasets")
+PACKAGES = ("torch", "transformers", "triton", "kernels", "accelerate", "gguf", "datasets", "flash-attn-4")
 
 
 def versions() -> dict[str, str | None]:

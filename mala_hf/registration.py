@@ -7,8 +7,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .continuous_batching import PAGED_NAME, keep_mala, mala_paged_attention_forward
+from .flash_attn_4 import kernel as flash_attn_4
 from .hub import adapter_of
 from .masks import mala_mask
+from .ops import dense
 from .ops.hf_heads import sharers
 from .sequence_parallel import NAME, place_and_size
 
@@ -26,7 +28,7 @@ def mala_reference_attention_forward(module, query, key, value, attention_mask=N
 
 
 def register() -> None:
-    """Add the names to Transformers' attention and mask interfaces, and keep "mala" in continuous batching.
+    """Add the names to Transformers' attention and mask interfaces, keep "mala" in continuous batching, and offer FlashAttention-4.
 
     Doing it twice changes nothing.
     """
@@ -37,3 +39,4 @@ def register() -> None:
     keep_mala(REFERENCE_NAME)
     if place_and_size not in sharers:
         sharers.append(place_and_size)
+    dense.offered = flash_attn_4

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mala_hf import flash_attn_4
 from mala_hf.ops import attend, cudnn_plans, dense, mala_attn_func
 from mala_hf.ops.cudnn_plans import PLAN_SECONDS, SAVED_A_CALL, PlanAccounts
 from mala_hf.ops.query_tile import Settings
@@ -76,6 +77,7 @@ def test_malas_own_kernel_computes_what_has_no_plan(monkeypatch):
 def test_on_a_gpu_a_shape_comes_to_cudnn_in_the_end(monkeypatch):
     monkeypatch.setattr(cudnn_plans, "plans", PlanAccounts())
     monkeypatch.setattr("mala_hf.ops.dense.plans", cudnn_plans.plans)
+    monkeypatch.setattr(flash_attn_4.kernel, "is_used", False)
     q, k, v = (torch.randn(1, 1000, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (16, 8, 8))
     reasons = []
     for _ in range(int(PLAN_SECONDS / SAVED_A_CALL) + 1):

@@ -19,6 +19,7 @@ from .dense import (
     dense_attention_with_lse,
     dense_backend,
     dense_tiles,
+    offered_attention,
 )
 from .discover_choice import choose
 from .key_plane import KeyPlane
@@ -144,10 +145,15 @@ def _attend_as(
     settings, sequences, way = call.settings, call.sequences, choice.way
     if way == "dense":
         if call.discovery != "dense" and backend is not None:
+            offer = None if backend == OWN else offered_attention(q, k, v, settings)
+            if offer is not None:
+                name, results = offer
+                choice = replace(choice, reason=f"{choice.reason}; by {name}")
+                return *results, _dense_work(choice, name, q, call)
             backend = affordable_backend(backend, q, k, v, settings)
             choice = replace(choice, reason=f"{choice.reason}; {NAMES[backend]}")
         if backend != OWN:
-            return _attend_dense(choice, backend, q, k, v, call)
+            return *_dense_attention(backend, q, k, v, settings), _dense_work(choice, "sdpa", q, call)
         settings, way = replace(settings, tau=0.0), "fused"
     sinks = None if sinks is None else sinks.contiguous()  # the kernels read it, and a table of pages, by index
     block_table = None if block_table is None else block_table.to(torch.int32).contiguous()
@@ -176,21 +182,23 @@ def _attend_as(
     return out, lse, work
 
 
-def _attend_dense(
-    choice: Choice, backend: Optional[str], q: Tensor, k: Tensor, v: Tensor, call: Call
-) -> tuple[Tensor, Optional[Tensor], Optional[Work]]:
-    settings, sequences, num_heads = call.settings, call.sequences, q.shape[2]
+def _dense_attention(
+    backend: Optional[str], q: Tensor, k: Tensor, v: Tensor, settings: Settings
+) -> tuple[Tensor, Optional[Tensor]]:
     if backend is None:
-        out, lse = dense_attention_in_graph(q, k, v, settings), None
-    else:
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse = dense_attention_with_lse(q, k, v, settings, backend)
+        return dense_attention_in_graph(q, k, v, settings), None
+    with torch.autocast(q.device.type, enabled=False):
+        return dense_attention_with_lse(q, k, v, settings, backend)
+
+
+def _dense_work(choice: Choice, impl: str, q: Tensor, call: Call) -> Optional[Work]:
     if not call.return_work:
-        return out, lse, None
+        return None
+    settings, sequences, num_heads = call.settings, call.sequences, q.shape[2]
     tiles = dense_tiles(settings, sequences, num_heads, q.device)
     nothing = torch.zeros(q.shape[0], num_heads, q.shape[1], device=q.device)
     rows = _rows_of_tiles(call, tiles.shape[2], q.device)
-    return out, lse, Work(tiles, nothing, rows, settings.tile, "sdpa", choices=(choice,))
+    return Work(tiles, nothing, rows, settings.tile, impl, choices=(choice,))
 
 
 def _together(works: list[tuple[Tensor, Work]], num_heads: int) -> Work:

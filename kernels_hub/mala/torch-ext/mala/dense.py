@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full attention by torch's own kernels. It satisfies the rule trivially, with every tile retained, and nothing is omitted.
+"""Full attention by torch's own kernels, or one that is offered.
+
+It satisfies the rule trivially: every tile is retained, and nothing is omitted.
 
 torch's operators return lse and bring their own gradients, which are those of full attention.
 """
@@ -7,7 +9,7 @@ torch's operators return lse and bring their own gradients, which are those of f
 from __future__ import annotations
 
 import math
-from typing import Optional
+from typing import Optional, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +28,23 @@ HOPPER = 9  # major compute capability, where that kernel has a loop without vot
 # its launch costs the host
 OWN_LEADS_FROM = {128: 2048}
 HEAD_DIM_UNIT = 8  # elements; torch pads other head dims, which copies
+
+
+class DenseKernel(Protocol):
+    """A kernel of another package, which calls that "auto" makes dense try first.
+
+    It returns out and lse as :func:`dense_attention_with_lse` does, or None for a call that it leaves to the kernels here.
+    """
+
+    name: str  # as ``Choice.reason`` and ``Work.impl`` have it
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float
+    ) -> Optional[tuple[Tensor, Tensor]]:
+        """Causal attention has as many queries as keys, or one, which sees all."""
+
+
+offered: Optional[DenseKernel] = None  # set by whoever brings one
 
 
 def uncovered_by_dense(
@@ -87,6 +106,17 @@ def affordable_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: 
         return OWN
     params = _params(q, k, v, settings)
     return "flash" if can_use_flash_attention(params) else OWN
+
+
+def offered_attention(
+    q: Tensor, k: Tensor, v: Tensor, settings: Settings
+) -> Optional[tuple[str, tuple[Tensor, Tensor]]]:
+    """The name of the offered kernel, and its out and lse; None where there is none, or where it leaves the call alone."""
+    if offered is None:
+        return None
+    with torch.autocast(q.device.type, enabled=False):
+        results = offered(q, k, v, _is_causal(q, settings), settings.softmax_scale)
+    return None if results is None else (offered.name, results)
 
 
 def dense_attention_with_lse(

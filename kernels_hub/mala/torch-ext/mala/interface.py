@@ -82,7 +82,8 @@ def mala_attn_func(
             32,768 on each KV head for itself. Below that one call in 61 of a layer and length is looked at and the others go its way
             (so there bits depend on earlier calls); where a gradient is taken nothing is remembered, and below 16,384 it is fused.
             A CUDA graph goes the way that was remembered when it was recorded; under a compiler lengths alone decide.
-            Dense is then cuDNN where a shape has earned the plan that cuDNN builds for it, else MALA's own kernel with tau = 0.
+            Dense is then FlashAttention-4 where mala_hf finds it and it was measured (Hopper, no gradient), else cuDNN where a shape
+            has earned the plan that cuDNN builds for it, else MALA's own kernel with tau = 0.
             It is chosen only where nothing else was asked for: impl="auto", no tile, no save_support=True, no deterministic=True
             (nor torch.use_deterministic_algorithms), no window, softcap, sinks, masks or padding.
         decode: form of the test where up to 64 new tokens meet a longer context. "single": from the diagonal to earlier keys against
