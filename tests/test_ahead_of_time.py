@@ -52,6 +52,7 @@ HOPPER = [
     *(Launch("cuda:90", head_dim, use_hopper=True) for head_dim in PREFILL_16BIT),
     *(Launch("cuda:90", head_dim, use_hopper=True, features=True) for head_dim in (64, 128)),
     *(Launch("cuda:90", head_dim, use_hopper=True, taus=(0.0,)) for head_dim in (64, 128)),
+    Launch("cuda:90", 64, use_hopper=True, taus=(0.0,), num_heads=16),  # enough for three query tiles a program
     Launch("cuda:90", 72, "float16", use_hopper=True),
     Launch("cuda:90", 192, v_head_dim=128, use_hopper=True),
     Launch("cuda:90", 128, v_head_dim=256, use_hopper=True),  # too wide for the registers of three warpgroups
@@ -205,23 +206,25 @@ def test_discovery_compiles_and_fits(target):
 @pytest.mark.triton
 @needs_gluon
 @pytest.mark.parametrize(
-    ("head_dim", "v_head_dim", "block_n", "can_skip", "expected"),
+    ("head_dim", "v_head_dim", "block_n", "can_skip", "programs", "expected"),
     [
-        (64, 64, 128, True, 3),
-        (128, 128, 128, True, 3),
-        (192, 128, 64, True, 3),
-        (128, 128, 128, False, 2),
-        (256, 256, 64, True, 2),  # shared memory
-        (128, 256, 64, True, 2),  # registers
-        (64, 64, 256, True, 2),
+        (64, 64, 128, True, 1, 3),
+        (128, 128, 128, True, 1, 3),
+        (192, 128, 64, True, 1, 3),
+        (64, 64, 128, False, 32, 3),
+        (64, 64, 128, False, 31, 2),  # too few for eight multiprocessors
+        (128, 128, 128, False, 32, 2),  # registers: weights wait in them
+        (256, 256, 64, True, 32, 2),  # shared memory
+        (128, 256, 64, True, 32, 2),  # registers
+        (64, 64, 256, True, 32, 2),
     ],
 )
-def test_hoppers_forward_takes_three_query_tiles_at_once_where_it_may_skip_and_they_fit(
-    head_dim, v_head_dim, block_n, can_skip, expected
+def test_hoppers_forward_takes_three_query_tiles_at_once_where_they_fit_and_fill_the_gpu(
+    head_dim, v_head_dim, block_n, can_skip, programs, expected
 ):
     from mala_hf.ops.forward_hopper_launch import query_tiles_per_program
 
-    q, v = (torch.empty(1, 64, 1, dim, dtype=torch.bfloat16) for dim in (head_dim, v_head_dim))
+    q, v = (torch.empty(1, 192, programs, dim, dtype=torch.bfloat16) for dim in (head_dim, v_head_dim))
     assert query_tiles_per_program(q, v, TileConfig(64, block_n, 4, 2), can_skip) == expected
 
 

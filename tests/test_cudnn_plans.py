@@ -96,7 +96,8 @@ def test_on_a_gpu_a_shape_comes_to_cudnn_in_the_end(monkeypatch):
         (128, 2048, True, 9, dense.OWN),
         (128, 2047, True, 9, "cudnn"),
         (128, 2048, False, 9, "cudnn"),
-        (64, 2048, True, 9, "cudnn"),
+        (64, 8192, True, 9, dense.OWN),
+        (64, 8191, True, 9, "cudnn"),
         (128, 2048, True, 8, "cudnn"),
     ],
 )

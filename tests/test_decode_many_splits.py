@@ -19,17 +19,16 @@ NEEDLES = (0, TILE * 3 * 70 + 1, TILE * 3 * 99, KEYS - 1)
 FULL = 2 * TILE * SPLITS  # two tiles a split, those of the second look too
 LATE_NEEDLES = (TILE * 2 * 70 + 1, TILE * 2 * (SPLITS - 20) + 1, TILE * 2 * (SPLITS - 9), FULL - 1)
 FORMS = ("two_pass", "int8_two_pass")
-ONE_LOOK = {"all at one look": 4096, "splits listed": 0}
+SCANNED = {"all at one look": 4096, "a few at a time": 128}
 
 
-@pytest.fixture(params=ONE_LOOK.values(), ids=ONE_LOOK, autouse=True)
-def one_look(request, monkeypatch) -> None:
-    """Row maxima that a program looks at together: all of these tests', or none, so that splits are listed and looked at in parts."""
+@pytest.fixture(params=SCANNED.values(), ids=SCANNED, autouse=True)
+def scanned(request, monkeypatch) -> None:
+    """Row maxima that a program looks at together: all of these tests', or few."""
     pytest.importorskip("triton")
     from mala_hf.ops import decode
 
-    monkeypatch.setattr(decode, "ONE_LOOK", request.param)
-    monkeypatch.setattr(decode, "SCANNED", 128)
+    monkeypatch.setattr(decode, "SCANNED", request.param)
 
 
 def cache(device, keys=KEYS, needles=NEEDLES, kv_heads=1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from functools import lru_cache
 from typing import Any, Optional
 
 import torch
@@ -25,6 +24,7 @@ from .decode_split import attend_split_kernel
 from .decode_two_pass import attend_retained_kernel, score_tiles_kernel
 from .key_plane import KeyPlane
 from .launch_cache import CachedKernel, key_of
+from .program_order import multiprocessors
 from .query_tile import Settings
 from .tile_config import DecodeLaunch, PlaneLaunch, decode_launch, padded_head_dim, plane_launch
 from .tile_steps import LOG2_E
@@ -35,10 +35,8 @@ SMALLEST_ROWS = 16  # of a matrix product
 MAX_ROWS = 128  # of a tile
 MAX_ROWS_TO_KEEP = 64  # query rows of a KV head up to which the first pass keeps probabilities for the second
 STAGES_OF_TWO = 2  # of a loop that loads keys and values
-# row maxima that a program of the second pass looks at together: all of a group where they are no more than the first number, else
-# those of splits that hold retained tiles, which are listed first
-ONE_LOOK, SCANNED = 4096, 512
-CPU_PROGRAMS = 8  # programs to split the keys over where there is no GPU to fill
+# row maxima that a program of the second pass looks at together (results/decode_scan_h200.json)
+SCANNED = 1024
 
 SCORE_TILES, SCORE_PLANE, ATTEND_RETAINED, ATTEND_SPLIT, COMBINE = (
     CachedKernel(kernel)
@@ -210,16 +208,14 @@ def launch_decode(
                 # keys and values of a tile at once: more stages would leave room for fewer programs
                 scored["num_stages"] = min(launch.num_stages, STAGES_OF_TWO)
             scan_r = next_power_of_2(rows)
-            is_listed = num_k_tiles > ONE_LOOK // scan_r
             # of each program: splits to look through, then tiles to attend
-            entries = num_splits * is_listed + math.ceil(num_k_tiles / num_splits)
+            entries = num_splits + math.ceil(num_k_tiles / num_splits)
             weighed = {
                 "p_ptr": p,
                 "sinks_ptr": sinks,
                 "lists_ptr": empty(groups, num_splits, entries, dtype=torch.int32),
                 "SCAN_R": scan_r,
-                "SCAN_TILES": (SCANNED if is_listed else ONE_LOOK) // scan_r,
-                "IS_LISTED": is_listed,
+                "SCAN_TILES": SCANNED // scan_r,
                 "KEEP_P": keep_p,
                 "HAS_SINKS": sinks is not None,
                 "FROM_PLANE": from_plane,
@@ -256,11 +252,3 @@ def splits_that_fill(programs: int, groups: int) -> int:
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is at least ``number`` >= 1; Triton's own is slow on the host."""
     return 1 << (number - 1).bit_length()
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on the CPU a number that gives a few splits."""
-    if device.type != "cuda":
-        return CPU_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tiles a two-pass decode retains, from what its first pass left of each tile and of each split.
 
-A split none of whose scores reaches a limit holds no tile that does. So where one look at all tiles would not do (IS_LISTED), its tiles
-are not looked at: a program reads a number a split instead of one a tile, in two steps more.
+A split none of whose scores reaches a limit holds no tile that does. So the splits that reach it are listed first, and the tiles of
+these alone are looked at: a program reads a number a split, where it would read one a tile.
 """
 
 from __future__ import annotations
@@ -84,39 +84,22 @@ def list_reaching_splits(
 
 
 @triton.jit
-def places_to_look(tops_ptr, sums_ptr, of_group, num_splits, per_split, first, last, limit, list_ptr, ROWS: tl.constexpr,
-                   SCAN_R: tl.constexpr, IS_LISTED: tl.constexpr):  # fmt: skip
-    """How many tiles are to be looked at: those of the splits that reach ``limit``, which are listed, or all."""
-    if IS_LISTED:
-        places = per_split * list_reaching_splits(
-            tops_ptr, sums_ptr, of_group, num_splits, limit, list_ptr, ROWS, SCAN_R
-        )
-    else:
-        places = last - first
-    return places
-
-
-@triton.jit
-def tiles_at(list_ptr, place, places, per_split, first, last, IS_LISTED: tl.constexpr):
-    """The tiles at places 0 to ``places`` - 1, in the order of their splits, and which of them there are."""
-    if IS_LISTED:
-        split = tl.load(list_ptr + place // per_split, mask=place < places, other=0)
-        tiles = first + split * per_split + place % per_split
-    else:
-        tiles = first + place
+def tiles_at(list_ptr, place, places, per_split, first, last):
+    """The tiles of the listed splits at places 0 to ``places`` - 1, in order, and which of them there are."""
+    split = tl.load(list_ptr + place // per_split, mask=place < places, other=0)
+    tiles = first + split * per_split + place % per_split
     return tiles, (place < places) & (tiles < last)
 
 
 @triton.jit
 def mass_of_reaching(maxima_ptr, sums_ptr, lower_ptr, of_group, list_ptr, places, per_split, first, last, full_log2, limit,
-                     ROWS: tl.constexpr, SCAN_R: tl.constexpr, SCAN_TILES: tl.constexpr, IS_LISTED: tl.constexpr,
-                     FROM_PLANE: tl.constexpr):  # fmt: skip
-    """(SCAN_R,) mass over the full normalizer of the tiles that reach ``limit`` in some row."""
+                     ROWS: tl.constexpr, SCAN_R: tl.constexpr, SCAN_TILES: tl.constexpr, FROM_PLANE: tl.constexpr):  # fmt: skip
+    """(SCAN_R,) mass over the full normalizer of the listed splits' tiles that reach ``limit`` in some row."""
     rows = tl.arange(0, SCAN_R)
     mass = tl.zeros([SCAN_R], tl.float32)
     shift = tl.where(full_log2 == float("-inf"), 0.0, full_log2)
     for start in range(0, places, SCAN_TILES):
-        tiles, is_tile = tiles_at(list_ptr, start + tl.arange(0, SCAN_TILES), places, per_split, first, last, IS_LISTED)
+        tiles, is_tile = tiles_at(list_ptr, start + tl.arange(0, SCAN_TILES), places, per_split, first, last)
         of_tiles = of_group + tiles[:, None] * ROWS + rows[None, :]
         mask = is_tile[:, None] & (rows < ROWS)[None, :]
         maxima = tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf"))

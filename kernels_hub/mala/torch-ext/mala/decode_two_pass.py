@@ -20,8 +20,8 @@ from .decode_chain import gdc_launch_dependents, gdc_wait
 from .decode_combine import store_split
 from .decode_retained import (
     full_normalizer,
+    list_reaching_splits,
     mass_of_reaching,
-    places_to_look,
     reaching_tiles,
     report_work,
     row_limits,
@@ -123,13 +123,13 @@ def attend_retained_kernel(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, SCAN_R: tl.constexpr, SCAN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, STRIDE_UNIT: tl.constexpr, HAS_BOUNDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, KEEP_P: tl.constexpr, FROM_PLANE: tl.constexpr, IS_LISTED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, KEEP_P: tl.constexpr, FROM_PLANE: tl.constexpr,
     RETURN_WORK: tl.constexpr, DOT_PRECISION: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the output, over the full normalizer, as ``decode_combine`` wants it.
 
-    Every program weighs the group's tiles, or with IS_LISTED those of splits that hold retained ones, and takes each ``num_splits``-th
-    of the retained: wherever they lie, no program has more than its share.
+    Every program weighs the tiles of the group's splits that may hold retained ones, and takes each ``num_splits``-th of the retained:
+    wherever they lie, no program has more than its share.
     """
     group = tl.program_id(0)
     split = tl.program_id(1)
@@ -151,13 +151,11 @@ def attend_retained_kernel(
     limit = row_limits(full_log2, largest, threshold_log2, exists, BACKWARD_SLACK)
     tops_ptr = split_top_ptr if FROM_PLANE else split_max_ptr
     of_splits = group * num_splits
-    listed = num_splits if IS_LISTED else 0
-    list_ptr = lists_ptr + (of_splits + split).to(tl.int64) * (listed + tl.cdiv(num_k_tiles, num_splits))
+    list_ptr = lists_ptr + (of_splits + split).to(tl.int64) * (num_splits + tl.cdiv(num_k_tiles, num_splits))
     per_split = tiles_per_split(num_splits, low, high, BLOCK_N)
-    places = places_to_look(tops_ptr, split_sum_ptr, of_splits, num_splits, per_split, first, last, limit, list_ptr, ROWS, SCAN_R,
-                            IS_LISTED)  # fmt: skip
+    places = per_split * list_reaching_splits(tops_ptr, split_sum_ptr, of_splits, num_splits, limit, list_ptr, ROWS, SCAN_R)
     kept = mass_of_reaching(maxima_ptr, sums_ptr, lower_ptr, of_group, list_ptr, places, per_split, first, last, full_log2, limit,
-                             ROWS, SCAN_R, SCAN_TILES, IS_LISTED, FROM_PLANE)  # fmt: skip
+                             ROWS, SCAN_R, SCAN_TILES, FROM_PLANE)  # fmt: skip
     rows = tl.arange(0, SCAN_R)
     if HAS_SINKS:
         kept += tl.exp2(tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP).to(tl.float32) * LOG2_E - shift)
@@ -165,12 +163,11 @@ def attend_retained_kernel(
         shift + tl.log2(kept), largest, threshold_log2, exists, BOUND_SLACK if FROM_PLANE else FORWARD_SLACK
     )
 
-    places = places_to_look(tops_ptr, split_sum_ptr, of_splits, num_splits, per_split, first, last, limit, list_ptr, ROWS, SCAN_R,
-                            IS_LISTED)  # fmt: skip
-    mine_ptr = list_ptr + listed
+    places = per_split * list_reaching_splits(tops_ptr, split_sum_ptr, of_splits, num_splits, limit, list_ptr, ROWS, SCAN_R)
+    mine_ptr = list_ptr + num_splits
     num_retained = 0
     for start in range(0, places, SCAN_TILES):
-        tiles, is_tile = tiles_at(list_ptr, start + tl.arange(0, SCAN_TILES), places, per_split, first, last, IS_LISTED)
+        tiles, is_tile = tiles_at(list_ptr, start + tl.arange(0, SCAN_TILES), places, per_split, first, last)
         of_tiles = of_group + tiles[:, None] * ROWS + rows[None, :]
         mask = is_tile[:, None] & (rows < ROWS)[None, :]
         retained = reaching_tiles(tl.load(maxima_ptr + of_tiles, mask=mask, other=float("-inf")), limit)

@@ -24,9 +24,9 @@ from .work import NOT_VISIBLE, RETAINED
 OWN = "own"  # MALA's kernel, told to skip nothing
 NAMES = {"cudnn": "by cuDNN", "flash": "by FlashAttention", "cpu": "by torch", OWN: "by MALA's own kernel with tau = 0"}
 HOPPER = 9  # major compute capability, where that kernel has a loop without votes
-# head_dim: keys from which that loop is faster than cuDNN in causal attention (results/operator_h200.json); with fewer, by less than
-# its launch costs the host
-OWN_LEADS_FROM = {128: 2048}
+# head_dim: keys from which that loop is faster than cuDNN in causal attention (results/operator_h200.json, forward_three_h200.json);
+# with fewer keys it is faster by less than its launch costs the host, or slower
+OWN_LEADS_FROM = {64: 8192, 128: 2048}
 HEAD_DIM_UNIT = 8  # elements; torch pads other head dims, which copies
 
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 L2_BYTES = 32 << 20  # where a device does not say
+CPU_PROCESSORS = 8  # multiprocessors to plan for where there is no GPU
 
 
 @triton.jit
@@ -45,3 +46,11 @@ def _l2_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return L2_BYTES
     return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or L2_BYTES
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; elsewhere a number that gives a few programs."""
+    if device.type != "cuda":
+        return CPU_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
