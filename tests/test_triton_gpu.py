@@ -28,6 +28,10 @@ def is_hopper() -> bool:
     return HAS_GLUON_FOR_HOPPER and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
+if HAS_GLUON_FOR_HOPPER:
+    from mala_hf.ops import forward_hopper_launch
+
+
 BIG = [
     Case(seqlen_q=2000, tile=None, family="captured", num_heads=3),
     Case(seqlen_q=2000, tile=None, num_heads=4, num_kv_heads=2, head_dim=128),
@@ -83,10 +87,14 @@ def test_the_hopper_kernel_gives_the_rules_values_and_the_portable_kernels_tiles
     check_forward(call, out, lse, work)
     assert torch.equal(work.tiles, run_with(monkeypatch, call, use_hopper=False)[2].tiles)
     assert_same_bits(run_with(monkeypatch, call, use_hopper=True), (out, lse, work))
-    # without the work, tiles that are both skipped are settled by one vote
-    plain_out, plain_lse = run_with(monkeypatch, call, run=lambda: call.run("triton", return_lse=True), use_hopper=True)
-    assert torch.equal(plain_out, out)
-    assert torch.equal(plain_lse, lse)
+    # without the work, tiles that are both skipped are settled by one vote; with tau = 0 a program takes three query tiles at length
+    for fewest in (forward_hopper_launch.FEWEST_OF_THREE, 0):
+        monkeypatch.setattr(forward_hopper_launch, "FEWEST_OF_THREE", fewest)
+        plain_out, plain_lse = run_with(
+            monkeypatch, call, run=lambda: call.run("triton", return_lse=True), use_hopper=True
+        )
+        assert torch.equal(plain_out, out)
+        assert torch.equal(plain_lse, lse)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

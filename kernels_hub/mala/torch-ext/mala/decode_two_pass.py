@@ -153,7 +153,9 @@ def attend_retained_kernel(
     of_splits = group * num_splits
     list_ptr = lists_ptr + (of_splits + split).to(tl.int64) * (num_splits + tl.cdiv(num_k_tiles, num_splits))
     per_split = tiles_per_split(num_splits, low, high, BLOCK_N)
-    places = per_split * list_reaching_splits(tops_ptr, split_sum_ptr, of_splits, num_splits, limit, list_ptr, ROWS, SCAN_R)
+    places = per_split * list_reaching_splits(
+        tops_ptr, split_sum_ptr, of_splits, num_splits, limit, list_ptr, ROWS, SCAN_R
+    )
     kept = mass_of_reaching(maxima_ptr, sums_ptr, lower_ptr, of_group, list_ptr, places, per_split, first, last, full_log2, limit,
                              ROWS, SCAN_R, SCAN_TILES, FROM_PLANE)  # fmt: skip
     rows = tl.arange(0, SCAN_R)
@@ -163,7 +165,9 @@ def attend_retained_kernel(
         shift + tl.log2(kept), largest, threshold_log2, exists, BOUND_SLACK if FROM_PLANE else FORWARD_SLACK
     )
 
-    places = per_split * list_reaching_splits(tops_ptr, split_sum_ptr, of_splits, num_splits, limit, list_ptr, ROWS, SCAN_R)
+    places = per_split * list_reaching_splits(
+        tops_ptr, split_sum_ptr, of_splits, num_splits, limit, list_ptr, ROWS, SCAN_R
+    )
     mine_ptr = list_ptr + num_splits
     num_retained = 0
     for start in range(0, places, SCAN_TILES):
