@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashAttention-4, the package flash-attn-4, for dense calls on Hopper, where it is installed.
 
-It is offered to ``ops/dense.py`` and takes the calls that it was measured on (results/operator_peers_h200.json), in float16 too; all
-others stay as they are, and so do those whose gradient is taken (``ops/cudnn_plans.py`` says why). It is imported at the first call
-that it covers. It compiles kernels at the first call of a kind, so a CUDA graph records it only for a call that has run before. Started
-one by one, its calls take the host longer than cuDNN's and less than those of MALA's own kernel (``eager_ms`` there).
+It is offered to ``ops/dense.py`` and takes the calls that it was measured on (results/operator_peers_h200.json and
+operator_fa4_h200.json), in float16 too; all others stay as they are, and so do those whose gradient is taken
+(``ops/cudnn_plans.py`` says why). It is imported at the first call that it covers. It compiles kernels at the first call of a kind,
+so a CUDA graph records it only for a call that has run before. Started one by one, its calls take the host longer than cuDNN's and
+less than those of MALA's own kernel (``eager_ms`` there).
 """
 
 from __future__ import annotations

@@ -65,7 +65,18 @@ def forward_shapes() -> str:
             *(milliseconds(row, name, "eager_ms") for name in ("mala_auto", row["best_dense"])),
             times_faster(row, "mala_auto", row["best_dense"], "eager_ms"),
         ]
-        for row in operator_rows("operator_h200")
+        for row in operator_rows("operator_h200", "operator_flat_h200")
+    ]
+    return table(header, rows)
+
+
+def forward_fa4() -> str:
+    """Short and flat rows where flash-attn-4 is installed, so that "auto" may run it."""
+    columns = {"mala_auto": '"auto", ms', "mala_tau0": "tau 0", "sdpa_cudnn": "cuDNN", "fa4": "FlashAttention-4"}
+    header = [*SHAPE, *columns.values(), '"auto" over FlashAttention-4']
+    rows = [
+        [*shape(row), *(milliseconds(row, name) for name in columns), times_faster(row, "mala_auto", "fa4")]
+        for row in operator_rows("operator_fa4_h200")
     ]
     return table(header, rows)
 
@@ -138,6 +149,7 @@ PERFORMANCE_TABLES = {
     "forward": forward,
     "forward_shapes": forward_shapes,
     "forward_peers": forward_peers,
+    "forward_fa4": forward_fa4,
     "backward": backward,
     "backward_eager": backward_eager,
     "steps": steps,
