@@ -23,6 +23,8 @@ from launches import Launch, kernels_of, run
 # the folder that holds the package "mala": kernels need no transformers
 KERNELS = Path(__file__).parents[1] / "kernels_hub" / "mala" / "torch-ext"
 
+WAIT, ENDS = "griddepcontrol.wait", re.compile(r"^(?:@!?%p\d+ )?(?:ret|exit)\b")  # in PTX
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -30,7 +32,8 @@ class Finding:
 
     ``is_serialised``: its assembler found a matrix product whose numbers are read before it must have ended, and made each wait for the
     one before: nothing runs beside a product then. ``open_barriers``: barriers in shared memory that are begun and never ended, so that
-    their memory may be given to something else while they are in use.
+    their memory may be given to something else while they are in use. ``may_not_wait``: a program may leave before it has waited for
+    the kernel before; if all do, what follows runs beside that one.
     """
 
     kernel: str
@@ -40,6 +43,7 @@ class Finding:
     spilled_bytes: int | None = None
     is_serialised: bool = False
     open_barriers: int = 0
+    may_not_wait: bool = False
 
 
 def findings(launches: list[Launch], compile_kernels: bool = True) -> list[list[dict]]:
@@ -106,14 +110,35 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
+def may_not_wait(ptx: str) -> bool:
+    """Whether the end of a kernel that waits for the one before can be reached without the wait."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    if not any(line.startswith(WAIT) for line in lines):
+        return False
+    labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"(\$\w+):", line))}
+    seen, ahead = set(), [lines.index("{")]
+    while ahead:
+        at = ahead.pop()
+        if at in seen or lines[at].startswith(WAIT):
+            continue
+        seen.add(at)
+        if ENDS.search(lines[at]):
+            return True
+        jump = re.search(r"\bbra(?:\.uni)?\s+(\S+);", lines[at])
+        if jump:
+            ahead.append(labels[jump[1]])
+        if not jump or lines[at].startswith("@"):
+            ahead.append(at + 1)
+    return False
+
+
 def _found(kernel, is_serialised: bool) -> Finding:
     cubin, name = kernel.asm.get("cubin"), kernel.metadata.name
     if cubin is not None:
-        begun, ended = (kernel.asm["ptx"].count(f"mbarrier.{end}") for end in ("init", "inval"))
-        resources = _resources(cubin)
-        return Finding(
-            name, kernel.metadata.shared, kernel.metadata.num_warps, *resources, is_serialised, begun - ended
-        )
+        ptx = kernel.asm["ptx"]
+        begun, ended = (ptx.count(f"mbarrier.{end}") for end in ("init", "inval"))
+        shape = kernel.metadata.shared, kernel.metadata.num_warps
+        return Finding(name, *shape, *_resources(cubin), is_serialised, begun - ended, may_not_wait(ptx))
     assembly = kernel.asm["amdgcn"]
     scratch = re.search(r"ScratchSize: (\d+)", assembly)
     registers = re.search(r"NumVgprs: (\d+)", assembly)

@@ -125,6 +125,8 @@ def _complaints(launch: Launch, kernels: list[dict]) -> list[str]:
             complaints.append(f"{name}: its matrix products wait for one another")
         if found.open_barriers:
             complaints.append(f"{name} leaves {found.open_barriers} barriers open")
+        if found.may_not_wait:
+            complaints.append(f"{name} may end without waiting for the kernel before")
         limit = MASK_SPILL_LIMIT_BYTES if launch.mask else SPILL_LIMIT_BYTES[launch.dtype]
         if (launch.target, launch.dtype, launch.head_dim) == ("cuda:90", "float32", 256):
             limit = LARGEST_FLOAT32_SPILL_LIMIT_BYTES

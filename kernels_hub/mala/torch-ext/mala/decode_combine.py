@@ -49,10 +49,10 @@ def combine_kernel(
         group, num_q_tiles, num_kv_heads, bounds_ptr, q_begin, q_end, k_begin, k_end, HAS_BOUNDS
     )
     token = q_tile * TOKENS + row // GROUP
+    if IS_CHAINED:
+        gdc_wait()  # rows that do not exist, too: if no program waited, what follows would not wait for the kernels before either
     if token >= seqlen_q:
         return
-    if IS_CHAINED:
-        gdc_wait()
     dims = tl.arange(0, BLOCK_DV)
     total_max = float("-inf")
     total_sum = 0.0
