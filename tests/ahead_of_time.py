@@ -32,8 +32,8 @@ class Finding:
 
     ``is_serialised``: its assembler found a matrix product whose numbers are read before it must have ended, and made each wait for the
     one before: nothing runs beside a product then. ``open_barriers``: barriers in shared memory that are begun and never ended, so that
-    their memory may be given to something else while they are in use. ``may_not_wait``: a program may leave before it has waited for
-    the kernel before; if all do, what follows runs beside that one.
+    their memory may be given to something else while they are in use. ``waits``: it waits for the kernel before, which may still run.
+    ``may_not_wait``: a program may leave without; if all do, what follows runs beside that kernel.
     """
 
     kernel: str
@@ -43,6 +43,7 @@ class Finding:
     spilled_bytes: int | None = None
     is_serialised: bool = False
     open_barriers: int = 0
+    waits: bool = False
     may_not_wait: bool = False
 
 
@@ -138,7 +139,7 @@ def _found(kernel, is_serialised: bool) -> Finding:
         ptx = kernel.asm["ptx"]
         begun, ended = (ptx.count(f"mbarrier.{end}") for end in ("init", "inval"))
         shape = kernel.metadata.shared, kernel.metadata.num_warps
-        return Finding(name, *shape, *_resources(cubin), is_serialised, begun - ended, may_not_wait(ptx))
+        return Finding(name, *shape, *_resources(cubin), is_serialised, begun - ended, WAIT in ptx, may_not_wait(ptx))
     assembly = kernel.asm["amdgcn"]
     scratch = re.search(r"ScratchSize: (\d+)", assembly)
     registers = re.search(r"NumVgprs: (\d+)", assembly)

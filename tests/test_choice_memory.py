@@ -9,7 +9,7 @@ from models import tiny, tokens
 
 from mala_hf.ops import attend as attend_module
 from mala_hf.ops import call_options, choice_memory, discover_choice, discover_probe, mala_attn_func
-from mala_hf.ops.choice_memory import REPEATS, ChoiceMemory, asked_by, memory_key
+from mala_hf.ops.choice_memory import REPEATS, ChoiceMemory, asked_by, memory_key, remembers
 from mala_hf.ops.query_tile import Settings
 from mala_hf.ops.visibility import fixed_sequences
 from mala_hf.ops.work import Choice
@@ -45,6 +45,19 @@ def chosen(memory: ChoiceMemory | None, length: int = LENGTH, may_be=ALL, **numb
         **{"tau": 1.0, "softmax_scale": 0.1, "window": (-1, 0), "softcap": 0.0, "tile": (64, 128)} | numbers
     )
     return discover_choice.choose(q, k, settings, fixed_sequences(1, length, length, 0), may_be, memory)[0]
+
+
+def test_a_layer_in_training_mode_remembers_nothing_whatever_the_tensors_say():
+    layer, x = torch.nn.Identity(), torch.empty(1)
+    with torch.no_grad():
+        assert remembers(x)
+        with asked_by(layer.train()):
+            assert not remembers(x)
+            with asked_by(layer.eval()):
+                assert remembers(x)
+            assert not remembers(x)
+        assert remembers(x)
+    assert not remembers(x.requires_grad_())
 
 
 def test_a_choice_is_recalled_so_often_and_in_a_graph_without_counting():

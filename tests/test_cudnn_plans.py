@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mala_hf import flash_attn_4
-from mala_hf.ops import attend, cudnn_plans, dense, mala_attn_func
+from mala_hf.ops import attend, cudnn_plans, dense, mala_attn_func, program_order
 from mala_hf.ops.cudnn_plans import PLAN_SECONDS, SAVED_A_CALL, PlanAccounts
 from mala_hf.ops.query_tile import Settings
 
@@ -108,3 +108,12 @@ def test_where_malas_own_loop_leads_no_plan_is_made(head_dim, length, causal, ma
     settings = Settings(1.0, 1.0, (-1, 0 if causal else -1), 0.0, (64, 128))
     assert dense.affordable_backend("cudnn", *x, settings) == expected
     assert dense.affordable_backend("flash", *x, settings) == "flash"
+
+
+@pytest.mark.parametrize(("heads", "expected"), [(12, "cudnn"), (13, dense.OWN)])
+def test_at_head_dim_64_malas_loop_leads_with_as_many_programs_as_take_three_query_tiles(heads, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(PlanAccounts, "has_plan", lambda *_: True)
+    monkeypatch.setattr(program_order, "multiprocessors", lambda device: 132)
+    x = [torch.empty(1, 8192, heads, 64, device="meta", dtype=torch.bfloat16) for _ in range(3)]
+    assert dense.affordable_backend("cudnn", *x, Settings(1.0, 1.0, (-1, 0), 0.0, (64, 128))) == expected

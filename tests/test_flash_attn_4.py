@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,11 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import mala_hf
 from mala_hf import flash_attn_4, hub
 from mala_hf.ops import call_options, dense, mala_attn_func
 from mala_hf.ops import hf as ours
+from mala_hf.ops.choice_memory import asked_by
 from mala_hf.registration import register
 
 FAKE = """
@@ -44,10 +47,14 @@ def flash_attn_func(q, k, v, *, softmax_scale=None, causal=False, return_lse=Fal
 NAME = "by FlashAttention-4"
 
 
-def write_package(folder: Path, text: str) -> None:
+def write_package(folder: Path, text: str, distribution: str = "flash_attn_4") -> None:
     (folder / "flash_attn" / "cute").mkdir(parents=True)
     (folder / "flash_attn" / "__init__.py").touch()
     (folder / "flash_attn" / "cute" / "__init__.py").write_text(text, "utf-8")
+    (folder / f"{distribution}-4.0.dist-info").mkdir()
+    (folder / f"{distribution}-4.0.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution.replace('_', '-')}\nVersion: 4.0\n", "utf-8"
+    )
 
 
 def forget_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +72,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(flash_attn_4, "is_measured", lambda device: True)
     monkeypatch.setattr(flash_attn_4.kernel, "is_used", True)
     monkeypatch.setattr(flash_attn_4.kernel, "_ran", OrderedDict())
+    monkeypatch.setattr(flash_attn_4.kernel, "_failed", set())
     forget_package(monkeypatch)
     yield partial(write_package, tmp_path)
     for name in ("flash_attn", "flash_attn.cute"):
@@ -105,7 +113,7 @@ def test_a_dense_call_without_a_gradient_runs_by_it(head_dim, dtype, mode, insta
     with mode():
         out, lse, work = attend(x, softmax_scale=0.2)
     assert installed() == 1
-    assert (work.choice, work.impl, work.support_bytes) == ("dense", "FlashAttention-4", 0)
+    assert (work.choice, work.impl, work.support_bytes) == ("dense", "flash_attn_4", 0)
     assert work.reason.endswith(f"; {NAME}")
     assert (work.work_fraction == 1).all()
     assert not work.certificate.any()
@@ -218,6 +226,53 @@ def test_a_failure_is_warned_about_once_and_another_kernel_runs(text, words, ins
         attend(x)
 
 
+def test_a_failure_is_one_of_its_kind_of_calls(installed):
+    cute = importlib.import_module("flash_attn.cute")
+    attend(inputs())
+    cute.fails = True
+    with pytest.warns(RuntimeWarning, match="bfloat16, head_dim 64 and 2 query heads to a KV head leave it alone"):
+        attend(inputs(length=101))
+    cute.fails = False
+    assert NAME not in attend(inputs())[2].reason
+    assert NAME in attend(inputs(head_dim=128))[2].reason
+    assert NAME in attend(inputs(dtype=torch.float16))[2].reason
+    mala_hf.use_flash_attn_4()
+    assert NAME in attend(inputs())[2].reason
+
+
+def test_an_empty_batch_does_not_reach_it(installed):
+    assert attend([x[:0] for x in inputs()])[0].shape[0] == 0
+    assert installed() == 0
+
+
+class Layer(torch.nn.Module):
+    """Projections and attention, as a model has them; ``reasons``: of each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = torch.nn.Linear(64, 8 * 64, bias=False)
+        self.reasons: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.projections(x).to(torch.bfloat16).unflatten(-1, (8, 64)).split([4, 2, 2], 2)
+        with asked_by(self):
+            out, work = mala_attn_func(q, k, v, causal=True, return_work=True)
+        self.reasons.append(work.reason)
+        return out
+
+
+def test_a_reentrant_checkpoint_goes_the_same_way_twice(installed):
+    layer = Layer()
+    x = torch.randn(1, 100, 64, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=True).float().sum().backward()
+    assert len(layer.reasons) == 2
+    assert layer.reasons[0] == layer.reasons[1]
+    assert installed() == 0
+    with torch.no_grad():
+        layer.eval()(x)
+    assert NAME in layer.reasons[-1]
+
+
 def test_running_out_of_memory_is_no_failure_of_the_kernel(install):
     install(FAKE.replace('RuntimeError("no kernel\\nfor this")', "torch.OutOfMemoryError"))
     attend(inputs())
@@ -239,13 +294,15 @@ def test_it_can_be_switched_off_and_on(installed):
     assert attend(inputs())[2].reason.endswith(NAME)
 
 
-@pytest.mark.parametrize("is_another_there", [False, True], ids=["nothing", "another flash_attn"])
-def test_where_it_is_not_installed_nothing_is_imported_or_said(is_another_there, install, tmp_path):
-    if is_another_there:
-        (tmp_path / "flash_attn").mkdir()
-        (tmp_path / "flash_attn" / "__init__.py").write_text("raise RuntimeError('imported')", "utf-8")
-    elif flash_attn_4.is_installed():
+@pytest.mark.parametrize("other", ["nothing", "flash_attn", "flash_attn with a folder cute"])
+def test_where_it_is_not_installed_nothing_is_imported_or_said(other, install, tmp_path):
+    if flash_attn_4.is_installed():
         pytest.skip("flash-attn-4 is installed here")
+    if other != "nothing":  # FlashAttention-2 has such a folder from 2.8 on
+        write_package(tmp_path, "raise RuntimeError('imported')", distribution="flash_attn")
+        (tmp_path / "flash_attn" / "__init__.py").write_text("raise RuntimeError('imported')", "utf-8")
+    if other == "flash_attn":
+        shutil.rmtree(tmp_path / "flash_attn" / "cute")
     flash_attn_4.is_installed.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -12,6 +12,7 @@ from helpers import assert_same_bits, check_forward, run_kernel
 from inputs import Case, ids
 
 from mala_hf.ops import forward as forward_module
+from mala_hf.ops import program_order
 from mala_hf.ops.tma import HAS_GLUON_FOR_HOPPER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -26,10 +27,6 @@ def run_with(monkeypatch: pytest.MonkeyPatch, call, run=None, **overrides):
 
 def is_hopper() -> bool:
     return HAS_GLUON_FOR_HOPPER and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-
-
-if HAS_GLUON_FOR_HOPPER:
-    from mala_hf.ops import forward_hopper_launch
 
 
 BIG = [
@@ -88,8 +85,8 @@ def test_the_hopper_kernel_gives_the_rules_values_and_the_portable_kernels_tiles
     assert torch.equal(work.tiles, run_with(monkeypatch, call, use_hopper=False)[2].tiles)
     assert_same_bits(run_with(monkeypatch, call, use_hopper=True), (out, lse, work))
     # without the work, tiles that are both skipped are settled by one vote; with tau = 0 a program takes three query tiles at length
-    for fewest in (forward_hopper_launch.FEWEST_OF_THREE, 0):
-        monkeypatch.setattr(forward_hopper_launch, "FEWEST_OF_THREE", fewest)
+    for fewest in (program_order.FEWEST_OF_THREE, 0):
+        monkeypatch.setattr(program_order, "FEWEST_OF_THREE", fewest)
         plain_out, plain_lse = run_with(
             monkeypatch, call, run=lambda: call.run("triton", return_lse=True), use_hopper=True
         )

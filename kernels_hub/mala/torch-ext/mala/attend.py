@@ -147,9 +147,9 @@ def _attend_as(
         if call.discovery != "dense" and backend is not None:
             offer = None if backend == OWN else offered_attention(q, k, v, settings)
             if offer is not None:
-                name, results = offer
-                choice = replace(choice, reason=f"{choice.reason}; by {name}")
-                return *results, _dense_work(choice, name, q, call)
+                kernel, results = offer
+                choice = replace(choice, reason=f"{choice.reason}; by {kernel.name}")
+                return *results, _dense_work(choice, kernel.impl, q, call)
             backend = affordable_backend(backend, q, k, v, settings)
             choice = replace(choice, reason=f"{choice.reason}; {NAMES[backend]}")
         if backend != OWN:

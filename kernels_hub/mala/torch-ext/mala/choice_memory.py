@@ -3,7 +3,8 @@
 
 On the assumption that a layer which keeps nearly every tile of one prompt keeps nearly every tile of the next, every REPEATS-th call of
 a layer and length is looked at and the others go its way. All ways satisfy the rule, but their bits differ, so where a gradient is
-taken, and a recomputation has to go the same way again, nothing is remembered.
+taken, and a recomputation has to go the same way again, nothing is remembered. A layer in training mode counts as one: a reentrant
+checkpoint computes it without a gradient first.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ REPEATS = 61  # a prime: layers whose calls cannot be told apart take turns at b
 MAX_ENTRIES = 4096
 
 _layer: ContextVar[Optional[int]] = ContextVar("mala_layer", default=None)
+_trains: ContextVar[bool] = ContextVar("mala_trains", default=False)
 
 
 @contextmanager
 def asked_by(layer: object) -> Iterator[None]:
     """Calls in here are those of ``layer``; elsewhere calls of one shape share what is remembered."""
-    token = _layer.set(id(layer))
+    before, trained_before = _layer.set(id(layer)), _trains.set(bool(getattr(layer, "training", False)))
     try:
         yield
     finally:
-        _layer.reset(token)
+        _layer.reset(before)
+        _trains.reset(trained_before)
 
 
 def memory_key(q: Tensor, k: Tensor, settings: Settings, sequences: Sequences, may_be: tuple[str, ...]) -> tuple:
@@ -74,5 +77,7 @@ memory = ChoiceMemory()
 
 
 def remembers(*tensors: Tensor) -> bool:
-    """Whether calls on these tensors may go the way of an earlier one: no gradient is taken."""
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    """Whether calls on these tensors may go the way of an earlier one: no gradient is taken, and no layer in training mode asks."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    return torch.compiler.is_compiling() or not _trains.get()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a dense call is worth cuDNN's plan for its shape.
 
-At short lengths and head dims below 128 cuDNN is faster than MALA's own loop (``dense.py``) once it has a plan for a shape, and builds
-one in about 38 ms, several hundred times as long as a short call takes (results/cudnn_plans_h200.json). Prompts of every length
+Where MALA's own loop does not lead (``dense.py``) cuDNN is faster for many shapes once it has a plan for one, and builds it in about 38
+ms, several hundred times as long as a short call takes (results/cudnn_plans_h200.json). Prompts of every length
 would pay that every time. So a shape earns its plan: MALA's own kernel computes it until what cuDNN would have saved adds up to what a
 plan costs.
 
@@ -15,6 +15,8 @@ from collections import OrderedDict
 
 import torch
 from torch import Tensor
+
+from .choice_memory import remembers
 
 PLAN_SECONDS = 0.038
 SAVED_A_CALL = 5e-6  # seconds, by cuDNN over the loop that skips nothing, where it is faster
@@ -36,9 +38,9 @@ class PlanAccounts:
     def has_plan(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
         """Count one more call of this shape, and say whether it has earned its plan.
 
-        A CUDA graph under capture earns nothing, and a call whose gradient is taken has none.
+        A CUDA graph under capture earns nothing, and a call whose gradient is taken, now or by a recomputation, has none.
         """
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        if not remembers(q, k, v):
             return False
         shape = (*((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)), is_causal)
         earned = self._earned.pop(shape, 0.0)

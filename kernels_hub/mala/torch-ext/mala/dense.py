@@ -24,9 +24,11 @@ from .work import NOT_VISIBLE, RETAINED
 OWN = "own"  # MALA's kernel, told to skip nothing
 NAMES = {"cudnn": "by cuDNN", "flash": "by FlashAttention", "cpu": "by torch", OWN: "by MALA's own kernel with tau = 0"}
 HOPPER = 9  # major compute capability, where that kernel has a loop without votes
-# head_dim: keys from which that loop is faster than cuDNN in causal attention (results/operator_h200.json, forward_three_h200.json);
-# with fewer keys it is faster by less than its launch costs the host, or slower
+# head_dim: keys from which that loop runs rather than cuDNN in causal attention: faster with 16 heads (results/operator_h200.json,
+# operator_flat_h200.json; at 64 up to 32,768 keys, and not where programs are too few for three query tiles: forward_three_h200.json).
+# With fewer keys microseconds are at stake, and some shapes are faster with cuDNN
 OWN_LEADS_FROM = {64: 8192, 128: 2048}
+BLOCK_M = 64  # of that loop
 HEAD_DIM_UNIT = 8  # elements; torch pads other head dims, which copies
 
 
@@ -36,7 +38,8 @@ class DenseKernel(Protocol):
     It returns out and lse as :func:`dense_attention_with_lse` does, or None for a call that it leaves to the kernels here.
     """
 
-    name: str  # as ``Choice.reason`` and ``Work.impl`` have it
+    name: str  # as ``Choice.reason`` has it
+    impl: str  # as ``Work.impl`` has it
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float
@@ -98,7 +101,7 @@ def affordable_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: 
         return backend
     is_step = q.shape[1] == 1  # of a cache that grows: no plan is used twice
     has_own = not is_step and torch.cuda.get_device_capability(q.device)[0] == HOPPER
-    if has_own and _is_causal(q, settings) and k.shape[1] >= OWN_LEADS_FROM.get(q.shape[-1], math.inf):
+    if has_own and _is_causal(q, settings) and _own_leads(q, k):
         return OWN
     if not is_step and plans.has_plan(q, k, v, settings.window[1] == 0):
         return backend
@@ -108,15 +111,26 @@ def affordable_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: 
     return "flash" if can_use_flash_attention(params) else OWN
 
 
+def _own_leads(q: Tensor, k: Tensor) -> bool:
+    head_dim = q.shape[-1]
+    if k.shape[1] < OWN_LEADS_FROM.get(head_dim, math.inf):
+        return False
+    if head_dim > 64:
+        return True
+    from .program_order import are_enough_for_three  # triton is needed only here
+
+    return are_enough_for_three(q.shape[1], BLOCK_M, q.shape[0] * q.shape[2], q.device)
+
+
 def offered_attention(
     q: Tensor, k: Tensor, v: Tensor, settings: Settings
-) -> Optional[tuple[str, tuple[Tensor, Tensor]]]:
-    """The name of the offered kernel, and its out and lse; None where there is none, or where it leaves the call alone."""
+) -> Optional[tuple[DenseKernel, tuple[Tensor, Tensor]]]:
+    """The offered kernel, and its out and lse; None where there is none, or where it leaves the call alone."""
     if offered is None:
         return None
     with torch.autocast(q.device.type, enabled=False):
         results = offered(q, k, v, _is_causal(q, settings), settings.softmax_scale)
-    return None if results is None else (offered.name, results)
+    return None if results is None else (offered, results)
 
 
 def dense_attention_with_lse(

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .forward_hopper import LOG2_E, mala_forward_hopper_kernel
 from .launch_cache import CachedKernel, key_of
-from .program_order import multiprocessors, units_at_once
+from .program_order import are_enough_for_three, units_at_once
 from .query_tile import Settings
 from .tile_config import TileConfig, padded_head_dim
 from .tma import by_head_view, has_tma
@@ -25,8 +25,7 @@ FORWARD_HOPPER = CachedKernel(mala_forward_hopper_kernel)
 ROWS_PER_WARPGROUP = 64  # of a Hopper matrix product
 # keys of a tile and v's head_dim together: each takes half as many of a thread's registers, of which three warpgroups have 160
 MAX_COLUMNS_OF_THREE = 256
-# programs a multiprocessor below which fewer and longer ones end later (results/forward_three_h200.json)
-FEWEST_OF_THREE = 4
+HEAD_DIM_OF_THREE = 64  # where three query tiles were measured for calls that skip nothing
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mask: Optional[Tensor], config: TileConfig) -> bool:
@@ -52,15 +51,18 @@ def _shared_bytes(q: Tensor, v: Tensor, config: TileConfig, stages: int, warpgro
 
 
 def query_tiles_per_program(q: Tensor, v: Tensor, config: TileConfig, can_skip: bool) -> int:
-    """Query tiles per program: three, which read keys a third less often than two, where they fit; two where they are not many either.
+    """Query tiles per program: two, or three, which read keys a third less often, where they fit.
 
-    Where no tile can be skipped a tile's weights wait in registers, in half the precision of scores.
+    Where no tile can be skipped a tile's weights wait in registers, in half the precision of scores, and three are faster only where
+    there are many.
     """
     columns = config.block_n + padded_head_dim(v.shape[-1]) + (0 if can_skip else config.block_n // 2)
     has_memory = _shared_bytes(q, v, config, 2, 3) <= MAX_SHARED_BYTES
-    programs = math.ceil(q.shape[1] / (3 * config.block_m)) * q.shape[2] * q.shape[0]
-    is_many = can_skip or programs >= FEWEST_OF_THREE * multiprocessors(q.device)
-    return 3 if columns <= MAX_COLUMNS_OF_THREE and has_memory and is_many else 2
+    is_faster = can_skip or (
+        q.shape[3] == v.shape[3] == HEAD_DIM_OF_THREE
+        and are_enough_for_three(q.shape[1], config.block_m, q.shape[0] * q.shape[2], q.device)
+    )
+    return 3 if columns <= MAX_COLUMNS_OF_THREE and has_memory and is_faster else 2
 
 
 @cache

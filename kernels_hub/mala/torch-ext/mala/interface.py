@@ -96,7 +96,8 @@ def mala_attn_func(
             keys (of all sequences and heads, the whole cache or what ``window`` shows) and at tau = 0, in splits that retain every
             tile; one new token over less than 2,048 keys, started eagerly, by torch. ``Work.choices`` says so. Under a compiler only
             lengths that do not vary count.
-        num_splits: parts of the keys in a decode; 0: as many as fill the GPU.
+        num_splits: parts of the keys in a decode; 0: as many as fill the GPU. What two passes note takes memory with its square:
+            4 bytes for each pair of parts, sequence and KV head.
         key_plane: k in INT8 with a certified bound of what that loses, (batch, num_kv_heads, seqlen_k, ...), as :func:`quantize_keys`
             wrote it: then exact k and v are read only in tiles that can matter. A call that is no decode in two passes leaves it
             alone; ``Work.form`` says which it was.

@@ -17,6 +17,8 @@ import triton.language as tl
 
 L2_BYTES = 32 << 20  # where a device does not say
 CPU_PROCESSORS = 8  # multiprocessors to plan for where there is no GPU
+# programs a multiprocessor below which fewer and longer ones end later (results/forward_three_h200.json)
+FEWEST_OF_THREE = 4
 
 
 @triton.jit
@@ -39,6 +41,11 @@ def units_at_once(num_units: int, units_of_keys: int, key_bytes: int, device: to
     """
     fitting = max(1, _l2_bytes(device) // max(key_bytes, 1)) * units_of_keys
     return math.ceil(num_units / max(1, math.ceil(num_units / fitting)))
+
+
+def are_enough_for_three(seqlen_q: int, block_m: int, num_units: int, device: torch.device) -> bool:
+    """Whether programs of three query tiles are as many as it takes to run them faster than those of two, where nothing is skipped."""
+    return math.ceil(seqlen_q / (3 * block_m)) * num_units >= FEWEST_OF_THREE * multiprocessors(device)
 
 
 @lru_cache

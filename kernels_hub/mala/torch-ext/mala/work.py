@@ -43,8 +43,8 @@ class Work:
         certificate: shaped and typed like lse; ``c(i)``, the sum over skipped tiles of (legal keys) * exp(tile max - lse).
         rows: int32 (num_sequences, q_tiles); query rows in each query tile.
         tile: (BLOCK_M, BLOCK_N); part of the rule's definition.
-        impl: the implementation that ran: "triton", "blockwise", "reference", "sdpa" for torch's dense kernels, or
-            "FlashAttention-4"; "triton, sdpa" where heads differ.
+        impl: the implementation that ran: "triton", "blockwise", "reference", "sdpa" for torch's dense kernels, or "flash_attn_4";
+            two of them, "triton, sdpa", where heads differ.
         support_bytes: memory that the call keeps until backward for the retained tiles, 1 bit each; 0 where it keeps none.
         form: "single" pass from the diagonal to earlier keys, or a decode in "two_pass", "int8_two_pass" or "split" form. In a decode
             the query heads of a KV head share their tiles, and in exact two passes omitted mass = certificate / (1 + certificate); from
