@@ -94,6 +94,6 @@ def test_a_window_that_begins_within_a_split(form, device):
         mala_attn_func(q, k, v, causal=True, impl=impl, **how, **plane) for impl in ("triton", "blockwise")
     )
     assert torch.equal(work.tiles, expected_work.tiles)
-    torch.testing.assert_close(
-        out, expected, rtol=5e-5, atol=5e-5
-    )  # of scores near 40, in log2 units, float32 knows 4e-6
+    # a GPU adds products in another order: of scores near 40, in log2 units, float32 knows 4e-6
+    tolerance = 1e-5 if device == "cpu" else 5e-5
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)

@@ -2,9 +2,8 @@
 """Whether a dense call is worth cuDNN's plan for its shape.
 
 Where MALA's own loop does not lead (``dense.py``) cuDNN is faster for many shapes once it has a plan for one, and builds it in about 38
-ms, several hundred times as long as a short call takes (results/cudnn_plans_h200.json). Prompts of every length
-would pay that every time. So a shape earns its plan: MALA's own kernel computes it until what cuDNN would have saved adds up to what a
-plan costs.
+ms, several hundred times as long as a short call takes (results/cudnn_plans_h200.json). Prompts of every length would pay that every
+time. So a shape earns its plan: MALA's own kernel computes it until what cuDNN would have saved adds up to what a plan costs.
 
 Where gradients are taken the own kernel stays: a forward and its recomputation must not go different ways.
 """

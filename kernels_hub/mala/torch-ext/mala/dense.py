@@ -24,11 +24,10 @@ from .work import NOT_VISIBLE, RETAINED
 OWN = "own"  # MALA's kernel, told to skip nothing
 NAMES = {"cudnn": "by cuDNN", "flash": "by FlashAttention", "cpu": "by torch", OWN: "by MALA's own kernel with tau = 0"}
 HOPPER = 9  # major compute capability, where that kernel has a loop without votes
-# head_dim: keys from which that loop runs rather than cuDNN in causal attention: faster with 16 heads (results/operator_h200.json,
-# operator_flat_h200.json; at 64 up to 32,768 keys, and not where programs are too few for three query tiles: forward_three_h200.json).
-# With fewer keys microseconds are at stake, and some shapes are faster with cuDNN
+# head_dim: keys from which that loop runs rather than cuDNN in causal attention: it was faster with 16 heads, at 64 up to 32,768 keys
+# (results/operator_flat_h200.json, forward_three_h200.json). With fewer keys microseconds are at stake, and some are faster with cuDNN
 OWN_LEADS_FROM = {64: 8192, 128: 2048}
-BLOCK_M = 64  # of that loop
+LEADS_WITH_THREE = (64,)  # head dims where it does so only in programs of three query tiles
 HEAD_DIM_UNIT = 8  # elements; torch pads other head dims, which copies
 
 
@@ -101,7 +100,7 @@ def affordable_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: 
         return backend
     is_step = q.shape[1] == 1  # of a cache that grows: no plan is used twice
     has_own = not is_step and torch.cuda.get_device_capability(q.device)[0] == HOPPER
-    if has_own and _is_causal(q, settings) and _own_leads(q, k):
+    if has_own and _is_causal(q, settings) and _own_leads(q, k, settings.tile[0]):
         return OWN
     if not is_step and plans.has_plan(q, k, v, settings.window[1] == 0):
         return backend
@@ -111,15 +110,15 @@ def affordable_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: 
     return "flash" if can_use_flash_attention(params) else OWN
 
 
-def _own_leads(q: Tensor, k: Tensor) -> bool:
+def _own_leads(q: Tensor, k: Tensor, block_m: int) -> bool:
     head_dim = q.shape[-1]
     if k.shape[1] < OWN_LEADS_FROM.get(head_dim, math.inf):
         return False
-    if head_dim > 64:
+    if head_dim not in LEADS_WITH_THREE:
         return True
     from .program_order import are_enough_for_three  # triton is needed only here
 
-    return are_enough_for_three(q.shape[1], BLOCK_M, q.shape[0] * q.shape[2], q.device)
+    return are_enough_for_three(q.shape[1], block_m, q.shape[0] * q.shape[2], q.device)
 
 
 def offered_attention(

@@ -80,10 +80,11 @@ def mala_attn_func(
             attention's. "auto" decides, and ``Work.choices`` says what and why: on a GPU, dense below 2,048 keys and at tau = 0; above,
             on Hopper, what a sample of the rows asks for, which waits for the device: fused, dense, from 16,384 tokens on int8, from
             32,768 on each KV head for itself. Below that one call in 61 of a layer and length is looked at and the others go its way
-            (so there bits depend on earlier calls); where a gradient is taken nothing is remembered, and below 16,384 it is fused.
+            (so there bits depend on earlier calls); where a gradient is taken, or a layer in training mode calls through
+            Transformers, nothing is remembered, and below 16,384 it is fused.
             A CUDA graph goes the way that was remembered when it was recorded; under a compiler lengths alone decide.
-            Dense is then FlashAttention-4 where mala_hf finds it and it was measured (Hopper, no gradient), else cuDNN where a shape
-            has earned the plan that cuDNN builds for it, else MALA's own kernel with tau = 0.
+            Dense is then FlashAttention-4 where mala_hf finds it (Hopper, causal, head_dim 64 or 128, no gradient), else cuDNN where a
+            shape has earned the plan that cuDNN builds for it, else MALA's own kernel with tau = 0.
             It is chosen only where nothing else was asked for: impl="auto", no tile, no save_support=True, no deterministic=True
             (nor torch.use_deterministic_algorithms), no window, softcap, sinks, masks or padding.
         decode: form of the test where up to 64 new tokens meet a longer context. "single": from the diagonal to earlier keys against
